@@ -1,0 +1,85 @@
+"""The interface between the engine host and an engine: what each adapter offers, and what it calls.
+
+An adapter lives in the host's event loop. It never blocks it, never raises through a callback, and reports the
+outputs of one engine step in one call.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from seedance.engine.request import FinishReason, ModelInfo, Sampling, TenantContext, TokenLogprobs
+
+
+class EngineState(enum.StrEnum):
+    """Where an engine is in its life, as users see it in status."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DEAD = "dead"
+    STOPPED = "stopped"
+
+
+class Output(msgspec.Struct, array_like=True):
+    """What one engine step brought for one generation.
+
+    `finish_reason` is set in the last output of a generation and nowhere else. `cached_tokens` counts the prompt
+    tokens that came from the prefix cache, told once, with the first output. `error` is a text for people, with
+    finish_reason ERROR.
+    """
+
+    key: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+class EngineEvents(Protocol):
+    """What the host does with an adapter's news; called from the event loop."""
+
+    def step_completed(self, outputs: Sequence[Output]) -> None:
+        """Take the outputs of one engine step, in the engine's order."""
+
+    def state_changed(self, state: EngineState, detail: str) -> None:
+        """Take a new state; with DEAD every generation is lost and no further output comes for it."""
+
+
+class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of an engine for status and tests; None where the engine cannot say."""
+
+    state: EngineState
+    running: int
+    waiting: int
+    kv_blocks_total: int | None = None
+    kv_blocks_used: int | None = None
+    kv_bytes: int | None = None
+    weight_bytes: int | None = None
+    steps: int = 0
+    tokens: int = 0
+
+
+class EngineAdapter(Protocol):
+    """An engine as the host drives it."""
+
+    async def start(self, events: EngineEvents) -> ModelInfo:
+        """Bring the engine up, warm; return once it can serve. Raises EngineDead when it cannot."""
+
+    def submit(
+        self, key: int, tenant: TenantContext, prompt_token_ids: Sequence[int], sampling: Sampling
+    ) -> None:
+        """Begin generation `key` (unique while it lives). Raises EngineError when this request can never run."""
+
+    def abort(self, keys: Sequence[int]) -> None:
+        """End generations without any further output for them; unknown keys are ignored."""
+
+    async def statistics(self) -> EngineStatistics:
+        """Ask the engine how full it is."""
+
+    async def stop(self) -> None:
+        """End the engine and everything that it started; idempotent."""

@@ -1,0 +1,122 @@
+"""The channel between a worker and the engine host: messages, and their framing on a Unix stream socket.
+
+A message is a 4-byte little-endian length and that many bytes of msgpack. A stream socket instead of SEQPACKET,
+because a prompt of 200,000 ids does not fit into one datagram under the default `net.core.wmem_max`, and because one
+read can then bring several messages. Nothing here names a tenant: the supervisor binds the tenant to the channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+
+from seedance.engine.request import FinishReason, ModelInfo, Sampling, TokenLogprobs
+from seedance.errors import RemoteProtocolError
+
+MAX_MESSAGE_BYTES: Final = 64 << 20
+_HEADER: Final = 4
+
+
+class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """worker → host: begin a generation; `stream` is the worker's number for it, unique on its channel."""
+
+    stream: int
+    prompt_token_ids: list[int]
+    sampling: Sampling
+
+
+class Abort(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """worker → host: end these generations; nothing more comes for them."""
+
+    streams: list[int]
+
+
+class Delta(msgspec.Struct, array_like=True):
+    """One generation's part of a batch; the fields are those of `adapter.Output`, numbered by stream."""
+
+    stream: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+class Batch(msgspec.Struct, tag=3, array_like=True):
+    """host → worker: what one engine step (or several, when the worker was slow) brought for this worker."""
+
+    deltas: list[Delta]
+
+
+class EngineChanged(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    """host → worker: the engine's state, and the model while there is one; sent first on every channel.
+
+    With state "dead" every generation of the channel is lost; the worker ends its streams.
+    """
+
+    state: str
+    detail: str
+    model: ModelInfo | None
+
+
+class Refused(msgspec.Struct, tag=5, array_like=True, frozen=True):
+    """host → worker: this one generation cannot run; `code` is one of the protocol's stable error codes."""
+
+    stream: int
+    code: str
+    message: str
+
+
+ToHost = Submit | Abort
+ToWorker = Batch | EngineChanged | Refused
+M = TypeVar("M")
+
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+def encode(message: ToHost | ToWorker) -> bytes:
+    """Return a message as it goes on the wire, length and all."""
+    out = bytearray(_HEADER)
+    _encoder.encode_into(message, out, _HEADER)
+    out[:_HEADER] = (len(out) - _HEADER).to_bytes(_HEADER, "little")
+    return bytes(out)
+
+
+class Receiver(Generic[M]):
+    """Cut a byte stream into messages of one direction; a message may arrive in any number of pieces.
+
+    Raises RemoteProtocolError on a length over MAX_MESSAGE_BYTES or on bytes that are no message: the channel is
+    then of no further use.
+    """
+
+    __slots__ = ("_buffer", "_decode")
+
+    def __init__(self, kind: Any) -> None:
+        self._buffer = bytearray()
+        self._decode: Callable[[Any], M] = msgspec.msgpack.Decoder(kind).decode
+
+    def receive_data(self, data: bytes) -> list[M]:
+        """Return the messages that `data` completes, in order."""
+        if self._buffer:
+            self._buffer += data
+            view = memoryview(bytes(self._buffer))
+        else:
+            view = memoryview(data)
+        messages: list[M] = []
+        at, end = 0, len(view)
+        while end - at >= _HEADER:
+            length = int.from_bytes(view[at : at + _HEADER], "little")
+            if length > MAX_MESSAGE_BYTES:
+                raise RemoteProtocolError(f"cannot take a channel message of {length} bytes", 1009)
+            if end - at - _HEADER < length:
+                break
+            body = view[at + _HEADER : at + _HEADER + length]
+            try:
+                messages.append(self._decode(body))
+            except msgspec.DecodeError as exc:
+                raise RemoteProtocolError(f"cannot read a channel message: {exc}", 1002) from exc
+            at += _HEADER + length
+        self._buffer = bytearray(view[at:])
+        return messages
