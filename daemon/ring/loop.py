@@ -19,7 +19,7 @@ from typing import Any
 from seedance.daemon.ring import abi
 from seedance.daemon.ring.driver import Driver
 from seedance.daemon.ring.epoll_driver import EpollDriver
-from seedance.daemon.ring.ring_driver import KIND_POLL, KIND_SHIFT, RingDriver
+from seedance.daemon.ring.ring_driver import KIND_POLL, KIND_SHIFT, RECEIVE_BUFFERS, RingDriver
 from seedance.daemon.ring.uring import Uring
 from seedance.errors import KernelError
 
@@ -94,9 +94,9 @@ class RingSelector(selectors.BaseSelector):
             )
             ring.push(abi.OP_POLL_ADD, fd, KIND_POLL << KIND_SHIFT | self._generation, op_flags=mask)
         self._to_arm.clear()
-        if driver is not None:
-            driver.stage()
-        if (timeout is None or timeout > 0) and not ring.has_completions:
+        # A piece of a backlog that goes out whole posts nothing, and the next piece must follow: no waiting then.
+        goes_on = driver is not None and driver.stage()
+        if (timeout is None or timeout > 0) and not ring.has_completions and not goes_on:
             ring.wait(timeout)
         elif ring.unsubmitted or ring.needs_enter:
             ring.submit()
@@ -160,12 +160,16 @@ def _fd_of(fileobj: Any) -> int:
 class RingLoop(asyncio.SelectorEventLoop):
     """An asyncio loop on a ring; make it in the thread that runs it, after any fork."""
 
-    def __init__(self, *, entries: int = 4096, cq_entries: int = 16384) -> None:
+    _closed = True  # until asyncio's own part is set up: its destructor asks
+
+    def __init__(
+        self, *, entries: int = 4096, cq_entries: int = 16384, receive_buffers: int = RECEIVE_BUFFERS
+    ) -> None:
         """Raises KernelError where the kernel has no usable io_uring."""
         ring = Uring(entries, cq_entries)
         self._ring_selector = RingSelector(ring)
         try:
-            self.driver = RingDriver(ring, self)
+            self.driver = RingDriver(ring, self, receive_buffers)
         except KernelError:
             ring.close()
             raise
@@ -177,6 +181,20 @@ class RingLoop(asyncio.SelectorEventLoop):
         if not self.is_closed():
             self.driver.close()
             self._ring_selector.driver = None
+        super().close()
+
+
+class EpollLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop on epoll, with the twin of the ring's driver."""
+
+    def __init__(self) -> None:
+        super().__init__(selectors.EpollSelector())
+        self.driver = EpollDriver(self)
+
+    def close(self) -> None:
+        """Close every flow that is still open, then the loop."""
+        if not self.is_closed():
+            self.driver.close()
         super().close()
 
 
@@ -194,7 +212,7 @@ def new_loop(io: str = "auto") -> tuple[asyncio.AbstractEventLoop, Driver]:
             _log.warning("%s; using epoll", exc)
         else:
             return loop, loop.driver
-    plain = asyncio.SelectorEventLoop(selectors.EpollSelector())
-    return plain, EpollDriver(plain)
+    plain = EpollLoop()
+    return plain, plain.driver
 
 

@@ -56,8 +56,8 @@ BATCH_SENDS: Final = 256
 BATCH_BYTES: Final = 256 << 10
 _PIECE_BYTES: Final = 64 << 10  # of a backlog at a time: more than a small SO_SNDBUF takes, little to copy in vain
 _SEND_FLAGS: Final = socket.MSG_NOSIGNAL | socket.MSG_WAITALL | socket.MSG_DONTWAIT
-_RECEIVE_BUFFERS: Final = 1024
-_RECEIVE_BUFFER_BYTES: Final = 4096
+RECEIVE_BUFFERS: Final = 1024
+RECEIVE_BUFFER_BYTES: Final = 4096
 _LINGER_S: Final = 2.0
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)  # struct linger
 
@@ -176,12 +176,12 @@ class RingListener:
 class RingDriver:
     """Sockets on one ring; see `driver.Driver` for the interface and `loop.RingSelector` for who calls the rest."""
 
-    def __init__(self, ring: Uring, loop: asyncio.AbstractEventLoop) -> None:
-        """Raises KernelError when the kernel does not do what this driver stands on."""
+    def __init__(self, ring: Uring, loop: asyncio.AbstractEventLoop, receive_buffers: int = RECEIVE_BUFFERS) -> None:
+        """Use `receive_buffers` (a power of two) receive buffers. Raises KernelError when the kernel does not do what this driver stands on."""
         self.ring = ring
         self._loop = loop
         _check_skipped_sends(ring)
-        self._receive_buffers = ReceiveBuffers(ring.fd, 0, _RECEIVE_BUFFERS, _RECEIVE_BUFFER_BYTES)
+        self._receive_buffers = ReceiveBuffers(ring.fd, 0, receive_buffers, RECEIVE_BUFFER_BYTES)
         self._pool = BufferPool(2, BATCH_BYTES)
         self._owners: list[RingFlow | RingListener | None] = []
         self._free: list[int] = []
@@ -257,14 +257,18 @@ class RingDriver:
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def stage(self) -> None:
-        """Turn everything that waits to be sent into SQEs; the last batch is left for the coming enter."""
+    def stage(self) -> bool:
+        """Turn everything that waits to be sent into SQEs; the last batch is left for the coming enter.
+
+        Returns whether there is more to do right after that enter, completions or not.
+        """
         self._receive_buffers.publish()
         while self._dirty:
             if self._batch:
                 self._finish_batch()
             flows, self._dirty = self._dirty[:BATCH_SENDS], self._dirty[BATCH_SENDS:]
             self._stage_batch(flows)
+        return bool(self._batch_behind or self._closing)
 
     def _stage_batch(self, flows: list[RingFlow]) -> None:
         batch = [flow for flow in flows if flow._out is not None]
@@ -330,7 +334,8 @@ class RingDriver:
                         self._fell_short(batch[at], result, buffer.read(starts[at] + max(result, 0), starts[at + 1]))
                 completions = others
             self._pool.complete(buffer, len(batch))
-            for flow in self._batch_behind:
+            behind, self._batch_behind = self._batch_behind, []
+            for flow in behind:
                 self._work_off(flow)
             if self._closing:
                 self._closing = [flow for flow in self._closing if not self._shut_down_if_sent(flow)]

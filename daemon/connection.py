@@ -1,0 +1,242 @@
+"""One client connection of a worker, as HTTP: requests to doors, answers to the flow, deadlines."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+from urllib.parse import unquote
+
+from seedance.daemon import openai_door
+from seedance.daemon.doors import openai_response
+from seedance.daemon.doors.errors import ApiError
+from seedance.daemon.keys import hash_key, key_of
+from seedance.daemon.openai_door import error_response
+from seedance.daemon.protocol import sse
+from seedance.daemon.protocol.handshake import HandshakeRefused
+from seedance.daemon.protocol.head import Limits, Request
+from seedance.daemon.protocol.http import HeadReceived, HttpServer, Phase, RequestReceived, chunk
+from seedance.daemon.ring.driver import Flow
+from seedance.daemon.service import Answer, Service
+
+_log = logging.getLogger(__name__)
+_PING = sse.comment("ping")
+_POST_DOORS: dict[str, Callable[[Service, openai_door.Exchange, bytes], Answer]] = {
+    "/v1/chat/completions": openai_door.chat,
+    "/v1/completions": openai_door.completion,
+}
+_MODELS = "/v1/models"
+WEBSOCKET_PATHS = ("/v2/infer", "/echo")
+"""The second one exists only in the configuration that conformance tests use."""
+
+
+class Owner(Protocol):
+    """What a connection needs of its worker."""
+
+    service: Service
+    limits: Limits
+    max_backlog_bytes: int
+    test_echo: bool
+
+    def hand_back(self, connection: HttpConnection, data: bytes) -> None:
+        """Give the connection to the gateway, as it has shown another key."""
+
+    def upgrade(self, connection: HttpConnection, request: Request) -> None:
+        """Make the connection a WebSocket."""
+
+    def forget(self, connection: HttpConnection) -> None:
+        """The connection is gone."""
+
+
+class HttpConnection:
+    """An endpoint that speaks HTTP; see `openai_door.Exchange` for the part that answers write to.
+
+    `deadline_s` says when it is closed if it is still in `phase_seen` then; `quiet` that nothing was sent since the
+    last ping was due.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_chunked",
+        "_owner",
+        "_pumping",
+        "_request",
+        "deadline_s",
+        "flow",
+        "http",
+        "listener",
+        "phase_seen",
+        "peer",
+        "quiet",
+    )
+
+    flow: Flow
+
+    def __init__(self, owner: Owner, peer: str, listener: str) -> None:
+        self._owner = owner
+        self._answer: Answer | None = None
+        self._request: Request | None = None
+        self._chunked = False
+        self._pumping = False
+        self.http = HttpServer(owner.limits)
+        self.peer = peer
+        self.listener = listener
+        self.phase_seen: Phase | None = None
+        self.deadline_s = math.inf
+        self.quiet = True
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether a streamed answer is under way."""
+        return self.http.phase is Phase.STREAMING
+
+    # -- endpoint of the flow -----------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        self.http.receive_data(data)
+        self.pump()
+
+    def eof_received(self) -> None:
+        # A client that has gone cannot be told from one that only sends no more; like other servers we take it as gone.
+        if self._answer is not None:
+            self._cancel()
+            self.flow.abort()
+            return
+        self.http.receive_eof()
+        self.pump()
+
+    def backlog_drained(self) -> None:
+        self.pump()
+
+    def connection_lost(self, error: OSError | None) -> None:
+        self._cancel()
+        self._owner.forget(self)
+
+    def _cancel(self) -> None:
+        if self._answer is not None:
+            answer, self._answer = self._answer, None
+            self._owner.service.cancel(answer)
+
+    def close_when_done(self) -> None:
+        """Close once the current request, if any, has been answered."""
+        self.http.close_when_done()
+        self.pump()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Act on what has arrived, send what that made, and adjust reading."""
+        if self._pumping:
+            return  # an answer that came at once; the loop below goes on
+        self._pumping = True
+        http = self.http
+        while True:
+            self._flush()
+            events = http.events_received()
+            if not events:
+                break
+            for event in events:
+                try:
+                    if isinstance(event, HeadReceived):
+                        self._head_received(event.request)
+                    elif isinstance(event, RequestReceived):
+                        self._request_received(event.request, event.body)
+                except ApiError as error:
+                    self.fail(error)
+        self._pumping = False
+        if http.phase is Phase.HANDED_OVER:
+            return
+        if http.should_close:
+            self.flow.close()
+        elif http.wants_read:
+            self.flow.resume_reading()
+        else:
+            self.flow.pause_reading()
+
+    def _flush(self) -> None:
+        data = self.http.data_to_send()
+        if data:
+            self.quiet = False
+            self.flow.send(data)
+
+    def _head_received(self, request: Request) -> None:
+        key = key_of(request.headers, request.query)
+        if key is None or hash_key(key) not in self._owner.service.quota.keys:
+            self._owner.hand_back(self, self.http.rewind())
+        elif request.path in WEBSOCKET_PATHS and (request.path != "/echo" or self._owner.test_echo):
+            self._owner.upgrade(self, request)
+        elif request.path in _POST_DOORS:
+            self._take_if(request, "POST")
+        elif request.path == _MODELS or request.path.startswith(_MODELS + "/"):
+            self._take_if(request, "GET", "HEAD")
+        else:
+            raise ApiError("not_found", f"cannot find '{request.path[:200]}' here; the paths are in the documentation")
+
+    def _take_if(self, request: Request, *methods: str) -> None:
+        """Let the request in when its method is one of these."""
+        if request.method in methods:
+            self.http.accept_body()
+            return
+        message = f"cannot {request.method[:20]} '{request.path}': use {methods[0]}"
+        headers, body = error_response(ApiError("invalid_request", message, status=405))
+        self.respond(405, (*headers, ("Allow", ", ".join(methods))), body)
+
+    def _request_received(self, request: Request, body: bytes) -> None:
+        door = _POST_DOORS.get(request.path)
+        if door is None:
+            self._models(request.path)
+            return
+        answer = door(self._owner.service, self, body)
+        # A request that was refused at once has been answered already.
+        if self.http.phase in (Phase.ANSWERING, Phase.STREAMING):
+            self._answer = answer
+
+    def _models(self, path: str) -> None:
+        model, _ = self._owner.service.require_engine()
+        name = unquote(path[len(_MODELS) + 1 :])
+        if name and name != model.name:
+            raise ApiError(
+                "not_found",
+                f"cannot find the model '{name[:200]}': this server has '{model.name}'",
+                param="model",
+            )
+        body = openai_response.model_body(model) if name else openai_response.models_body([model])
+        self.respond(200, (("Content-Type", "application/json"),), body)
+
+    def refuse_upgrade(self, refusal: HandshakeRefused) -> None:
+        """Answer a request that cannot become a WebSocket."""
+        headers, body = error_response(ApiError("invalid_request", str(refusal), status=refusal.code))
+        self.respond(refusal.code, (*headers, *refusal.headers), body)
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def respond(self, status: int, headers: Sequence[tuple[str, str]], body: bytes) -> None:
+        self._answer = None
+        self.http.send_response(status, headers, body)
+        self.pump()
+
+    def fail(self, error: ApiError) -> None:
+        headers, body = error_response(error)
+        self.respond(error.status, headers, body)
+
+    def start_stream(self, headers: Sequence[tuple[str, str]]) -> None:
+        self.http.start_stream(200, headers)
+        self._chunked = self.http.chunked
+        self._flush()
+
+    def write(self, data: bytes) -> None:
+        self.quiet = False
+        if self.flow.send(chunk(data) if self._chunked else data) > self._owner.max_backlog_bytes:
+            _log.info("a client of %s reads too slowly; its stream is ended", self.peer or self.listener)
+            self._cancel()
+            self.flow.abort()
+
+    def end_stream(self) -> None:
+        self._answer = None
+        self.http.end_stream()
+        self.pump()
+
+    def ping(self) -> None:
+        """Show a sign of life on a streamed answer."""
+        self.write(_PING)

@@ -1,0 +1,185 @@
+"""The worker's end of the engine channel: streams out of batches.
+
+The channel is a flow of the worker's driver like any other: what one step of the engine brought for this worker arrives
+in one read, and everything that the step makes us send leaves with the enter that waits for the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from seedance.daemon.doors.errors import ApiError
+from seedance.daemon.ring.driver import Driver, Flow
+from seedance.daemon.stream import Stream
+from seedance.engine.adapter import EngineState
+from seedance.engine.channel import Abort, Batch, Delta, EngineChanged, Receiver, Submit, ToWorker, encode
+from seedance.engine.request import FinishReason, Sampling
+from seedance.errors import RemoteProtocolError
+from seedance.qos.limiter import TenantLimiter
+
+_log = logging.getLogger(__name__)
+_GONE: Final = "the engine went away; it is being restarted, ask again"
+
+
+class EngineClient:
+    """The streams of one worker; an endpoint of the channel's flow.
+
+    Every stream in here has one place in the limiter, which is freed when it leaves, however it ends.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        limiter: TenantLimiter,
+        clock: Callable[[], float],
+        engine_changed: Callable[[EngineChanged], None],
+    ) -> None:
+        self._driver = driver
+        self._limiter = limiter
+        self._clock = clock
+        self._engine_changed = engine_changed
+        self._streams: dict[int, Stream] = {}
+        self._number = 0
+        self._flow: Flow | None = None
+        self._receiver: Receiver[ToWorker] = Receiver(ToWorker)
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def connect(self, fd: int) -> None:
+        """Use a fresh channel from now on; the last one's streams are lost."""
+        if self._flow is not None:
+            self._flow.abort()
+            self._lose_all(_GONE)
+        self._receiver = Receiver(ToWorker)
+        self._flow = self._driver.open(fd, self)
+
+    def submit(self, stream: Stream, prompt_token_ids: list[int], sampling: Sampling) -> None:
+        """Begin a stream, which has its place in the limiter already; its prompt has been charged."""
+        self._number += 1
+        stream.number = self._number
+        self._streams[stream.number] = stream
+        self._send(Submit(stream.number, prompt_token_ids, sampling))
+
+    def abort(self, streams: Iterable[Stream]) -> None:
+        """End streams without another call on their sinks; those that have ended already are passed over."""
+        numbers = [stream.number for stream in streams if self._remove(stream)]
+        if numbers:
+            self._send(Abort(numbers))
+
+    def close(self) -> None:
+        """Close the channel; the host aborts what is left."""
+        if self._flow is not None:
+            self._flow.abort()
+
+    def _send(self, message: Submit | Abort) -> None:
+        if self._flow is not None:
+            self._flow.send(encode(message))
+
+    def _remove(self, stream: Stream) -> bool:
+        if self._streams.pop(stream.number, None) is None:
+            return False
+        self._limiter.stream_ended()
+        return True
+
+    # -- endpoint of the channel --------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            messages = self._receiver.receive_data(data)
+        except RemoteProtocolError as exc:
+            _log.error("cannot go on with the engine channel: %s", exc)
+            if self._flow is not None:
+                self._flow.abort()
+            return
+        for message in messages:
+            if isinstance(message, Batch):
+                self._step_completed(message.deltas)
+            elif isinstance(message, EngineChanged):
+                if message.state == EngineState.DEAD:
+                    self._lose_all(_GONE)
+                self._engine_changed(message)
+            else:
+                stream = self._streams.get(message.stream)
+                if stream is not None and self._remove(stream):
+                    stream.sink.stream_failed(ApiError(message.code, message.message))
+
+    def eof_received(self) -> None:
+        if self._flow is not None:
+            self._flow.abort()
+
+    def backlog_drained(self) -> None:
+        pass
+
+    def connection_lost(self, error: OSError | None) -> None:
+        if self._flow is not None and self._flow.fd < 0:
+            self._flow = None
+            self._lose_all(_GONE)
+            self._engine_changed(EngineChanged(EngineState.DEAD, "the engine host went away", None))
+
+    # -- streams ------------------------------------------------------------------------------------------------------
+
+    def _step_completed(self, deltas: Sequence[Delta]) -> None:
+        streams = self._streams
+        tokens = 0
+        for delta in deltas:
+            stream = streams.get(delta.stream)
+            if stream is None:
+                continue  # aborted when this was under way
+            token_ids = delta.token_ids
+            tokens += len(token_ids)
+            stream.output_tokens += len(token_ids)
+            if delta.finish_reason is None and delta.logprobs is None and stream.stop is None:
+                text = stream.feed(token_ids)
+                if text:
+                    stream.text_arrived(text)
+            else:
+                self._advance(stream, delta)
+            if delta.cached_tokens:
+                stream.cached_tokens = delta.cached_tokens
+        if tokens and not self._limiter.charge(self._clock(), tokens):
+            self._quota_exceeded()
+
+    def _advance(self, stream: Stream, delta: Delta) -> None:
+        """Take a delta that ends its stream, may end it, or has more than tokens."""
+        text = stream.feed(delta.token_ids)
+        reason, stop = delta.finish_reason, stream.stop
+        stopped = stop is not None and stop.stopped is not None
+        if stopped:
+            assert stop is not None
+            stream.output_tokens -= stop.surplus_tokens
+        elif reason is not None:
+            text += stream.detokenizer.finish()
+        if delta.logprobs is not None:
+            kept = len(delta.logprobs) - (stop.surplus_tokens if stop is not None and stopped else 0)
+            stream.sink.logprobs_arrived(text, delta.logprobs[:kept])
+        elif text:
+            stream.text_arrived(text)
+        if reason is None and not stopped:
+            return
+        # Telling it may have ended the stream from outside: a client whose backlog is full is cut off.
+        if reason is None:
+            if stream.number in self._streams:
+                self.abort([stream])
+                stream.sink.stream_finished(FinishReason.STOP)
+        elif self._remove(stream):
+            if reason is FinishReason.ERROR:
+                stream.sink.stream_failed(ApiError("internal", delta.error or "the engine failed on this request"))
+            else:
+                stream.sink.stream_finished(FinishReason.STOP if stopped else reason)
+
+    def _quota_exceeded(self) -> None:
+        streams = list(self._streams.values())
+        self.abort(streams)
+        for stream in streams:
+            if text := stream.detokenizer.finish():
+                stream.text_arrived(text)
+            stream.sink.stream_finished(FinishReason.QUOTA_EXCEEDED)
+
+    def _lose_all(self, why: str) -> None:
+        streams = list(self._streams.values())
+        for stream in streams:
+            if self._remove(stream):
+                stream.sink.stream_failed(ApiError("engine_unavailable", f"cannot finish this request: {why}"))

@@ -1,0 +1,277 @@
+"""The JSON WebSocket door of a worker: `/v2/infer`, one or several streams on one connection; and the test echo."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from seedance.daemon.doors import infer, openai_response
+from seedance.daemon.doors.errors import ApiError, infer_error
+from seedance.daemon.doors.infer import Cancel, InferRequest, InferStream, Rejected
+from seedance.daemon.doors.openai_response import Usage
+from seedance.daemon.protocol.frame import CloseCode, frame_text
+from seedance.daemon.protocol.websocket import (
+    BinaryReceived,
+    Event,
+    PongReceived,
+    TextReceived,
+    WebSocketServer,
+)
+from seedance.daemon.ring.driver import Flow
+from seedance.daemon.service import Answer, Service
+from seedance.daemon.stream import Sink
+from seedance.engine.request import FinishReason, TokenLogprobs
+
+_log = logging.getLogger(__name__)
+
+MAX_STREAMS: Final = 256
+"""Streams at once on one connection, whatever the tenant's own limit."""
+MISSED_PINGS: Final = 3
+
+
+class Owner(Protocol):
+    """What a WebSocket needs of its worker."""
+
+    service: Service
+    max_backlog_bytes: int
+    leaving: bool
+
+    def forget(self, connection: WebSocketConnection) -> None:
+        """The connection is gone."""
+
+
+class WebSocketConnection:
+    """An endpoint that speaks WebSocket; `message_received` is what a door does with a message."""
+
+    __slots__ = ("_missed", "_owner", "flow", "quiet", "web_socket")
+
+    def __init__(self, owner: Owner, flow: Flow, message_bytes: int) -> None:
+        self._owner = owner
+        self._missed = 0
+        self.flow = flow
+        self.quiet = True
+        self.web_socket = WebSocketServer(message_bytes)
+
+    def data_received(self, data: bytes) -> None:
+        self._missed = 0
+        web_socket = self.web_socket
+        web_socket.receive_data(data)
+        for event in web_socket.events_received():
+            self._event(event)
+        self._flush()
+
+    def eof_received(self) -> None:
+        self.cancel_all()
+        self.web_socket.receive_eof()
+        self._flush()
+        self.flow.close()
+
+    def backlog_drained(self) -> None:
+        pass
+
+    def connection_lost(self, error: OSError | None) -> None:
+        self.cancel_all()
+        self._owner.forget(self)
+
+    def message_received(self, message: str | bytes) -> None:
+        """Act on one message of the client."""
+        raise NotImplementedError
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is running for the client."""
+        return False
+
+    def cancel_all(self) -> None:
+        """End whatever the connection has running."""
+
+    def close(self, code: int, reason: str) -> None:
+        """Begin the closing handshake; what is running is cancelled."""
+        self.cancel_all()
+        self.web_socket.close(code, reason)
+        self._flush()
+
+    def tick(self) -> None:
+        """Ping when nothing was sent since the last tick; end a connection whose peer answers nothing."""
+        if not self.quiet:
+            self.quiet = True
+        elif self._missed >= MISSED_PINGS:
+            self.flow.abort()
+        elif self.web_socket.is_open:
+            self._missed += 1
+            self.web_socket.send_ping()
+            self._flush()
+            self.quiet = True
+
+    def send(self, frame: bytes) -> None:
+        """Send one frame; a peer that reads too slowly is cut off."""
+        self.quiet = False
+        if self.flow.send(frame) > self._owner.max_backlog_bytes:
+            _log.info("a WebSocket client reads too slowly; its streams are ended")
+            self.cancel_all()
+            self.flow.abort()
+
+    def _event(self, event: Event) -> None:
+        if isinstance(event, TextReceived):
+            self.message_received(event.text)
+        elif isinstance(event, BinaryReceived):
+            self.message_received(event.data)
+        elif isinstance(event, PongReceived):
+            pass
+        elif self.web_socket.should_close:
+            self.cancel_all()
+
+    def _flush(self) -> None:
+        data = self.web_socket.data_to_send()
+        if data:
+            self.send(data)
+        if self.web_socket.should_close:
+            self.flow.close()
+
+
+class EchoConnection(WebSocketConnection):
+    """Sends every message back: what the conformance suite talks to."""
+
+    __slots__ = ()
+
+    def message_received(self, message: str | bytes) -> None:
+        if self.web_socket.is_open:
+            if isinstance(message, str):
+                self.web_socket.send_text(message)
+            else:
+                self.web_socket.send_binary(message)
+
+
+class InferConnection(WebSocketConnection):
+    """A client of `/v2/infer`."""
+
+    __slots__ = ("_answers",)
+
+    def __init__(self, owner: Owner, flow: Flow, message_bytes: int) -> None:
+        super().__init__(owner, flow, message_bytes)
+        self._answers: dict[str | None, _InferAnswer] | None = None  # most connections idle: no dict until it is needed
+
+    def message_received(self, message: str | bytes) -> None:
+        parsed = infer.parse(message)
+        if isinstance(parsed, Rejected):
+            self.send(frame_text(parsed.message()))
+        elif isinstance(parsed, Cancel):
+            answer = (self._answers or {}).get(parsed.id)
+            if answer is not None:
+                answer.cancelled_by_client()
+        else:
+            self._infer(parsed)
+
+    def _infer(self, request: InferRequest) -> None:
+        service = self._owner.service
+        answers = self._answers if self._answers is not None else {}
+        try:
+            if request.id in answers:
+                which = "without an id" if request.id is None else f"with id '{request.id}'"
+                raise ApiError("invalid_request", f"cannot start a second stream {which} before the first has ended")
+            if len(answers) >= MAX_STREAMS:
+                raise ApiError("rate_limited", f"cannot run more than {MAX_STREAMS} streams on one connection")
+            _, tokenizer = service.require_engine()
+            service.admit(request.model, 1)
+            answer = _InferAnswer(self, service, request)
+            self._answers = answers
+            answers[request.id] = answer
+            if request.messages is None:
+                assert request.prompt is not None
+                service.begin(request, [request.prompt], answer)
+            else:
+                try:
+                    text = tokenizer.render_chat(
+                        request.template_messages(), None, True, request.template_variables()
+                    )
+                except ApiError as error:
+                    service.release(1)
+                    answer.failed(error)
+                else:
+                    service.begin(request, [text], answer, chat=True)
+        except ApiError as error:
+            self.send(frame_text(infer_error(error, request.id)))
+
+    def end_stream(self, stream_id: str | None, last_message: bytes) -> None:
+        """Send a stream's last message and forget it."""
+        if self._answers is not None:
+            self._answers.pop(stream_id, None)
+            if not self._answers:
+                self._answers = None
+        self.send(frame_text(last_message))
+        if self._owner.leaving and not self.is_busy:
+            self.close(CloseCode.GOING_AWAY, "the service is going away")
+
+    @property
+    def is_busy(self) -> bool:
+        return self._answers is not None
+
+    def cancel_all(self) -> None:
+        answers, self._answers = self._answers, None
+        for answer in (answers or {}).values():
+            self._owner.service.cancel(answer)
+
+
+class _InferAnswer(Answer):
+    """One stream of a connection, and its own sink."""
+
+    __slots__ = ("_builder", "_connection", "_id", "_parts", "_positions", "_service")
+
+    def __init__(self, connection: InferConnection, service: Service, request: InferRequest) -> None:
+        super().__init__()
+        self._connection = connection
+        self._service = service
+        self._id = request.id
+        self._builder = InferStream(request.id)
+        self._parts: list[str] | None = None if request.streams() else []
+        self._positions: list[TokenLogprobs] = []
+
+    def sink(self, index: int) -> Sink:
+        return self
+
+    def started(self) -> None:
+        pass
+
+    def failed(self, error: ApiError) -> None:
+        self.stream_failed(error)
+
+    def cancelled_by_client(self) -> None:
+        """End with what there is."""
+        self._service.cancel(self)
+        self.stream_finished(FinishReason.ABORT)
+
+    def text_arrived(self, text: str) -> None:
+        if self._parts is None:
+            self._connection.send(frame_text(self._builder.delta(text)))
+        else:
+            self._parts.append(text)
+
+    def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
+        if self._parts is None:
+            self._connection.send(frame_text(self._builder.delta_logprobs(text, self._formatted(positions))))
+        else:
+            self._parts.append(text)
+            self._positions += positions
+
+    def stream_finished(self, reason: FinishReason) -> None:
+        usage = Usage(
+            self.prompt_tokens,
+            sum(stream.output_tokens for stream in self.streams),
+            sum(stream.cached_tokens for stream in self.streams),
+        )
+        if self._parts is None:
+            message = self._builder.finish(reason, usage)
+        else:
+            logprobs = self._formatted(self._positions) if self._positions else None
+            message = self._builder.whole("".join(self._parts), reason, usage, logprobs)
+        self._connection.end_stream(self._id, message)
+
+    def stream_failed(self, error: ApiError) -> None:
+        self._connection.end_stream(self._id, self._builder.error(error))
+
+    def _formatted(self, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        _, tokenizer = self._service.require_engine()
+        return openai_response.chat_logprobs(positions, tokenizer.vocabulary)
+
+

@@ -1,0 +1,247 @@
+"""The OpenAI door of a worker: completions and chat completions, streamed or whole, over one HTTP connection."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from seedance.daemon.doors import openai_response
+from seedance.daemon.doors.errors import ApiError, openai_error_body, retry_after
+from seedance.daemon.doors.openai_request import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from seedance.daemon.doors.openai_response import ChatStream, Choice, CompletionStream, Usage
+from seedance.daemon.protocol import sse
+from seedance.daemon.service import Answer, Prompt, Service
+from seedance.daemon.stream import Sink
+from seedance.engine.request import FinishReason, TokenLogprobs
+
+
+class Exchange(Protocol):
+    """One request's half of an HTTP connection that an answer writes to."""
+
+    def respond(self, status: int, headers: Sequence[tuple[str, str]], body: bytes) -> None:
+        """Send a whole response: the last call."""
+
+    def fail(self, error: ApiError) -> None:
+        """Send an error response: the last call."""
+
+    def start_stream(self, headers: Sequence[tuple[str, str]]) -> None:
+        """Begin a streamed response with status 200."""
+
+    def write(self, data: bytes) -> None:
+        """Send a piece of the streamed response."""
+
+    def end_stream(self) -> None:
+        """End the streamed response: the last call."""
+
+
+def chat(service: Service, exchange: Exchange, body: bytes) -> Answer:
+    """Serve a chat completion. Raises ApiError when it is refused before anything was sent."""
+    request = parse_chat(body)
+    service.admit(request.model, request.choices())
+    answer = _answer(service, exchange, request)
+    try:
+        _, tokenizer = service.require_engine()
+        text = tokenizer.render_chat(
+            request.template_messages(),
+            None,
+            request.add_generation_prompt is not False,
+            request.template_variables(),
+        )
+    except ApiError:
+        service.release(request.choices())
+        raise
+    service.begin(request, [text], answer, chat=True)
+    return answer
+
+
+def completion(service: Service, exchange: Exchange, body: bytes) -> Answer:
+    """Serve a completion. Raises ApiError when it is refused before anything was sent."""
+    request = parse_completion(body)
+    prompts: list[Prompt] = list(request.prompts())
+    service.admit(request.model, len(prompts) * request.choices())
+    answer = _answer(service, exchange, request)
+    service.begin(request, prompts, answer)
+    return answer
+
+
+def _answer(service: Service, exchange: Exchange, request: ChatRequest | CompletionRequest) -> _OpenAIAnswer:
+    kind = _StreamedAnswer if request.stream else _WholeAnswer
+    return kind(service, exchange, request)
+
+
+class _OpenAIAnswer(Answer):
+    """What streamed and whole answers share: identity, usage, and when all choices are done."""
+
+    __slots__ = ("_chat", "_created", "_exchange", "_id", "_model", "_open", "_request", "_service")
+
+    def __init__(self, service: Service, exchange: Exchange, request: ChatRequest | CompletionRequest) -> None:
+        super().__init__()
+        self._service = service
+        self._exchange = exchange
+        self._request = request
+        self._chat = isinstance(request, ChatRequest)
+        self._id = ("chatcmpl-" if self._chat else "cmpl-") + secrets.token_hex(16)
+        self._created = int(time.time())
+        self._model = request.model
+        self._open = 0
+
+    def failed(self, error: ApiError) -> None:
+        self._exchange.fail(error)
+
+    def usage(self) -> Usage:
+        """Return the tokens of all choices; a prompt counts once."""
+        choices = self._request.choices()
+        return Usage(
+            self.prompt_tokens,
+            sum(stream.output_tokens for stream in self.streams),
+            sum(stream.cached_tokens for stream in self.streams[::choices]),
+        )
+
+    def format_logprobs(self, positions: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+        """Return log probabilities in the form of this kind of answer; `offset` is the length of the text before."""
+        _, tokenizer = self._service.require_engine()
+        if self._chat:
+            return openai_response.chat_logprobs(positions, tokenizer.vocabulary)
+        return openai_response.completion_logprobs(positions, tokenizer.vocabulary, offset)
+
+
+class _StreamedAnswer(_OpenAIAnswer):
+    __slots__ = ("_builders",)
+
+    def __init__(self, service: Service, exchange: Exchange, request: ChatRequest | CompletionRequest) -> None:
+        super().__init__(service, exchange, request)
+        self._builders: list[ChatStream | CompletionStream] = []
+
+    def sink(self, index: int) -> Sink:
+        kind = ChatStream if self._chat else CompletionStream
+        builder = kind(self._id, self._model, self._created, index, include_usage=self._request.include_usage())
+        self._builders.append(builder)
+        self._open += 1
+        return _EventSink(self, self._exchange, builder)
+
+    def started(self) -> None:
+        # At once, not with the first token: the client sees that it is being served, and pings can keep it so.
+        self._exchange.start_stream(sse.HEADERS)
+        for builder in self._builders:
+            if isinstance(builder, ChatStream):
+                self._exchange.write(builder.role())
+
+    def choice_finished(self) -> None:
+        """End the response with the last choice."""
+        self._open -= 1
+        if self._open:
+            return
+        if self._request.include_usage():
+            self._exchange.write(self._builders[0].usage(self.usage()))
+        self._exchange.write(openai_response.DONE)
+        self._exchange.end_stream()
+
+    def choice_failed(self, error: ApiError) -> None:
+        """End the response with an error; the other choices are stopped."""
+        self._service.cancel(self)
+        self._exchange.write(openai_response.error_event(error))
+        self._exchange.end_stream()
+
+
+class _EventSink:
+    """One choice of a streamed answer."""
+
+    __slots__ = ("_answer", "_builder", "_exchange", "_offset")
+
+    def __init__(self, answer: _StreamedAnswer, exchange: Exchange, builder: ChatStream | CompletionStream) -> None:
+        self._answer = answer
+        self._exchange = exchange
+        self._builder = builder
+        self._offset = 0
+
+    def text_arrived(self, text: str) -> None:
+        self._exchange.write(self._builder.delta(text))
+
+    def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
+        logprobs = self._answer.format_logprobs(positions, self._offset)
+        self._offset += len(text)
+        self._exchange.write(self._builder.delta_logprobs(text, logprobs))
+
+    def stream_finished(self, reason: FinishReason) -> None:
+        self._exchange.write(self._builder.finish(reason))
+        self._answer.choice_finished()
+
+    def stream_failed(self, error: ApiError) -> None:
+        self._answer.choice_failed(error)
+
+
+class _WholeAnswer(_OpenAIAnswer):
+    __slots__ = ("_sinks",)
+
+    def __init__(self, service: Service, exchange: Exchange, request: ChatRequest | CompletionRequest) -> None:
+        super().__init__(service, exchange, request)
+        self._sinks: list[_TextSink] = []
+
+    def sink(self, index: int) -> Sink:
+        sink = _TextSink(self, index)
+        self._sinks.append(sink)
+        self._open += 1
+        return sink
+
+    def started(self) -> None:
+        pass
+
+    def choice_finished(self) -> None:
+        """Send the response with the last choice."""
+        self._open -= 1
+        if self._open:
+            return
+        choices = [self._choice(sink) for sink in self._sinks]
+        respond = openai_response.chat_response if self._chat else openai_response.completion_response
+        body = respond(self._id, self._model, self._created, choices, self.usage())
+        self._exchange.respond(200, (("Content-Type", "application/json"),), body)
+
+    def choice_failed(self, error: ApiError) -> None:
+        """Answer with an error; the other choices are stopped."""
+        self._service.cancel(self)
+        self._exchange.fail(error)
+
+    def _choice(self, sink: _TextSink) -> Choice:
+        logprobs = self.format_logprobs(sink.positions, 0) if sink.positions else None
+        return Choice(sink.index, "".join(sink.parts), sink.reason, logprobs)
+
+
+class _TextSink:
+    """One choice of a whole answer: its text so far."""
+
+    __slots__ = ("_answer", "index", "parts", "positions", "reason")
+
+    def __init__(self, answer: _WholeAnswer, index: int) -> None:
+        self._answer = answer
+        self.index = index
+        self.parts: list[str] = []
+        self.positions: list[TokenLogprobs] = []
+        self.reason = FinishReason.STOP
+
+    def text_arrived(self, text: str) -> None:
+        self.parts.append(text)
+
+    def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
+        self.parts.append(text)
+        self.positions += positions
+
+    def stream_finished(self, reason: FinishReason) -> None:
+        self.reason = reason
+        self._answer.choice_finished()
+
+    def stream_failed(self, error: ApiError) -> None:
+        self._answer.choice_failed(error)
+
+
+def error_response(error: ApiError) -> tuple[tuple[tuple[str, str], ...], bytes]:
+    """Return the headers and the body that tell an error over HTTP."""
+
+
+    headers: tuple[tuple[str, str], ...] = (("Content-Type", "application/json"),)
+    if (wait := retry_after(error)) is not None:
+        headers += (("Retry-After", wait),)
+    return headers, openai_error_body(error)
+
+

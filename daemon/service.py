@@ -1,0 +1,209 @@
+"""From a request to running streams: what every door of a worker does in the same way.
+
+The order is the order of cost: may the tenant (limits), can it fit (bytes), what is it (tokens), does it fit (tokens).
+Long prompts are tokenised in a thread, so that the other streams of the tenant go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Sequence
+from typing import Final
+
+from seedance.daemon.doors.errors import ApiError, api_error, invalid
+from seedance.daemon.doors.openai_request import check_prompt_ids
+from seedance.daemon.doors.parameters import Parameters, refuse_long_text, require_model, sampling
+from seedance.daemon.engine_client import EngineClient
+from seedance.daemon.stop_strings import StopDetokenizer
+from seedance.daemon.stream import Sink, Stream
+from seedance.daemon.tokenizer import Tokenizer
+from seedance.engine.adapter import EngineState
+from seedance.engine.channel import EngineChanged
+from seedance.engine.request import ModelInfo
+from seedance.errors import SeedanceError
+from seedance.qos.limiter import TenantLimiter, check_context
+from seedance.qos.quota import Quota
+
+Prompt = str | list[int]
+INLINE_CHARACTERS: Final = 8192
+"""Up to this size a prompt is tokenised at once: a thread would cost more than the millisecond that it takes."""
+
+
+class Answer:
+    """What becomes of one request; a door subclasses it. Each of its streams ends in a sink from `sink`."""
+
+    __slots__ = ("cancelled", "prompt_tokens", "streams")
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.prompt_tokens = 0
+        self.cancelled = False
+
+    def sink(self, index: int) -> Sink:
+        """Return the sink of choice `index`; called once for each, before `started`."""
+        raise NotImplementedError
+
+    def started(self) -> None:
+        """All streams have been submitted."""
+        raise NotImplementedError
+
+    def failed(self, error: ApiError) -> None:
+        """The request cannot run: the last call."""
+        raise NotImplementedError
+
+
+class Service:
+    """One tenant's access to the engine."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, quota: Quota, limiter: TenantLimiter) -> None:
+        self._loop = loop
+        self._limiter = limiter
+        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._engine_state = EngineState.STARTING
+        self._engine_detail = ""
+        self.quota = quota
+        self.model: ModelInfo | None = None
+        self.engine: EngineClient
+        self.draining = False
+
+    def engine_changed(self, change: EngineChanged, tokenizer: Tokenizer | None) -> None:
+        """Take the engine's news; the tokenizer comes with the model."""
+        self._engine_state = EngineState(change.state)
+        self._engine_detail = change.detail
+        if change.model is not None:
+            self.model, self._tokenizer = change.model, tokenizer
+
+    def quota_changed(self, quota: Quota) -> None:
+        """Use another quota from now on; what runs goes on."""
+        self.quota = quota
+        self._limiter.update(quota, self._loop.time())
+
+    def require_engine(self) -> tuple[ModelInfo, Tokenizer]:
+        """Return the model and its tokenizer. Raises ApiError while there is no engine to serve it."""
+        if self.draining:
+            raise ApiError("overloaded", "cannot take a new request: this tenant's service is being stopped")
+        if self._engine_state is not EngineState.READY or self.model is None or self._tokenizer is None:
+            detail = f" ({self._engine_detail})" if self._engine_detail else ""
+            raise ApiError("engine_unavailable", f"cannot serve now: the engine is {self._engine_state.value}{detail}")
+        return self.model, self._tokenizer
+
+    def admit(self, model_name: str | None, choices: int) -> None:
+        """Count a request of so many streams against the limits. Raises ApiError; nothing is counted then."""
+        model, _ = self.require_engine()
+        if model_name is not None:
+            require_model(model_name, model.name)
+        refusal = self._limiter.admit(self._loop.time(), choices)
+        if refusal is not None:
+            raise ApiError(refusal.code, refusal.message, retry_after_s=refusal.retry_after_s)
+
+    def begin(self, request: Parameters, prompts: Sequence[Prompt], answer: Answer, *, chat: bool = False) -> None:
+        """Tokenise and submit an admitted request; tells `answer` how it went, at once or soon. Never raises."""
+        choices = len(prompts) * request.choices()
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        try:
+            model, tokenizer = self.require_engine()
+            context_tokens = min(model.max_model_len, self.quota.tokens.context or model.max_model_len)
+            refuse_long_text(
+                iter(texts), context_tokens=context_tokens, longest_token_bytes=tokenizer.longest_token_bytes
+            )
+            if sum(map(len, texts)) > INLINE_CHARACTERS:
+                self._begin_in_thread(request, prompts, answer, choices, chat)
+                return
+            self._submit(request, _tokenised(tokenizer, prompts, chat), answer)
+        except SeedanceError as exc:
+            self._fail(answer, exc, choices)
+
+    def cancel(self, answer: Answer) -> None:
+        """Stop what an answer's streams do; nothing is told to it or its sinks any more. Idempotent."""
+        answer.cancelled = True
+        self.engine.abort(answer.streams)
+
+    def close(self) -> None:
+        """End the tokenising threads; idempotent."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin_in_thread(
+        self, request: Parameters, prompts: Sequence[Prompt], answer: Answer, choices: int, chat: bool
+    ) -> None:
+        assert self._tokenizer is not None
+        if self._threads is None:
+            self._threads = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
+        future = self._loop.run_in_executor(self._threads, _tokenised, self._tokenizer, prompts, chat)
+
+        def tokenised(done: asyncio.Future[list[list[int]]]) -> None:
+            if done.cancelled():
+                return
+            try:
+                token_ids = done.result()
+                if answer.cancelled:
+                    self.release(choices)
+                else:
+                    self._submit(request, token_ids, answer)
+            except SeedanceError as exc:
+                self._fail(answer, exc, choices)
+
+        future.add_done_callback(tokenised)
+
+    def _submit(self, request: Parameters, prompts: Sequence[list[int]], answer: Answer) -> None:
+        """Check what is known only now, then submit all choices; raises before the first of them or not at all."""
+        model, tokenizer = self.require_engine()
+        submits = []
+        for token_ids in prompts:
+            if not token_ids:
+                raise invalid("cannot use 'prompt': it has no tokens; send some text", "prompt")
+            check_prompt_ids(token_ids, model.vocab_size)
+            room = check_context(self.quota.tokens, model.max_model_len, len(token_ids), None)
+            if not isinstance(room, int):
+                raise ApiError(room.code, room.message)
+            for choice in range(request.choices()):
+                parameters = sampling(
+                    request,
+                    prompt_tokens=len(token_ids),
+                    context_tokens=len(token_ids) + room,
+                    vocab_size=model.vocab_size,
+                    choice=choice,
+                )
+                submits.append((token_ids, parameters))
+        answer.prompt_tokens = sum(map(len, prompts))  # once for all choices, as OpenAI counts
+        self._charge_prompt(answer.prompt_tokens)
+        stop = request.stop_strings()
+        for index, (token_ids, parameters) in enumerate(submits):
+            stopping: StopDetokenizer | None = None
+            if stop:
+                include = bool(request.include_stop_str_in_output)
+                stopping = tokenizer.stop_detokenizer(
+                    stop, token_ids, include_stop=include, min_tokens=parameters.min_tokens
+                )
+            detokenizer = stopping or tokenizer.detokenizer(token_ids)
+            answer.streams.append(Stream(answer.sink(index), detokenizer, stopping, len(token_ids)))
+        for stream, (token_ids, parameters) in zip(answer.streams, submits, strict=True):
+            self.engine.submit(stream, token_ids, parameters)
+        answer.started()
+
+    def _charge_prompt(self, prompt_tokens: int) -> None:
+        now = self._loop.time()
+        remaining = self._limiter.remaining(now)
+        if remaining is not None and prompt_tokens >= remaining:
+            raise ApiError(
+                "quota_exceeded",
+                f"cannot take a prompt of {prompt_tokens} tokens: your quota has {remaining} left for now",
+            )
+        self._limiter.charge(now, prompt_tokens=prompt_tokens)
+
+    def _fail(self, answer: Answer, error: SeedanceError, choices: int) -> None:
+        self.release(choices)
+        if not answer.cancelled:
+            answer.failed(api_error(error))
+
+    def release(self, choices: int) -> None:
+        """Give back the places of an admitted request that never began."""
+        for _ in range(choices):
+            self._limiter.stream_ended()
+
+
+def _tokenised(tokenizer: Tokenizer, prompts: Sequence[Prompt], chat: bool) -> list[list[int]]:
+    encode = tokenizer.encode_chat if chat else tokenizer.encode
+    return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

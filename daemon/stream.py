@@ -1,0 +1,56 @@
+"""A stream as the worker knows it: one generation, from the submit to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from seedance.daemon.detokenizer import Detokenizer
+from seedance.daemon.doors.errors import ApiError
+from seedance.daemon.stop_strings import StopDetokenizer
+from seedance.engine.request import FinishReason, TokenLogprobs
+
+
+class Sink(Protocol):
+    """Where the text of one stream goes; called from the event loop, never after its last call."""
+
+    def text_arrived(self, text: str) -> None:
+        """Take more text; never empty."""
+
+    def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
+        """Take more text, which may be empty, with the log probabilities of the tokens behind it."""
+
+    def stream_finished(self, reason: FinishReason) -> None:
+        """All text has come: the last call."""
+
+    def stream_failed(self, error: ApiError) -> None:
+        """No more text will come: the last call."""
+
+
+class Stream:
+    """One generation on its way to one sink; `number` is its name on the engine channel."""
+
+    __slots__ = (
+        "cached_tokens",
+        "detokenizer",
+        "feed",
+        "number",
+        "output_tokens",
+        "prompt_tokens",
+        "sink",
+        "stop",
+        "text_arrived",
+    )
+
+    def __init__(self, sink: Sink, detokenizer: Detokenizer, stop: StopDetokenizer | None, prompt_tokens: int) -> None:
+        """`stop` is the detokenizer again when it looks for stop strings."""
+        self.number = 0
+        self.sink = sink
+        self.detokenizer = detokenizer
+        self.stop = stop
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = 0
+        self.cached_tokens = 0
+        # Looked up once here instead of once a token.
+        self.feed: Callable[[Sequence[int]], str] = detokenizer.feed
+        self.text_arrived: Callable[[str], None] = sink.text_arrived

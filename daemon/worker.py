@@ -1,0 +1,316 @@
+"""The worker: one process a tenant, everything between a client's socket and the engine channel.
+
+It has three links: `handover` brings connections from the gateway, `engine` is the channel to the engine host, and
+`control` belongs to the supervisor. When the handover link closes the worker finishes what it has and exits; when the
+control link closes it exits at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Final
+
+from seedance.daemon.connection import HttpConnection
+from seedance.daemon.engine_client import EngineClient
+from seedance.daemon.infer_door import EchoConnection, InferConnection, WebSocketConnection
+from seedance.daemon.doors import infer
+from seedance.daemon.links import (
+    MAX_HANDOVER_BYTES,
+    TO_GATEWAY,
+    TO_WORKER,
+    WORKER_ORDERS,
+    WORKER_REPORTS,
+    Drain,
+    EngineChannel,
+    HandBack,
+    LimiterState,
+    Query,
+    QuotaChanged,
+    Released,
+    WorkerIdle,
+    WorkerReady,
+    WorkerReport,
+    WorkerSettings,
+    WorkerStatistics,
+    carried,
+)
+from seedance.daemon.protocol.frame import CloseCode
+from seedance.daemon.protocol.handshake import HandshakeRefused, accept_response_headers
+from seedance.daemon.protocol.head import Limits, Request
+from seedance.daemon.protocol.http import Phase
+from seedance.daemon.ring.driver import Driver
+from seedance.daemon.ring.loop import new_loop
+from seedance.daemon.service import Service
+from seedance.daemon.tokenizer_cache import tokenizer_of
+from seedance.daemon.doors.errors import ApiError
+from seedance.engine.channel import EngineChanged
+from seedance.engine.packets import PacketSocket
+from seedance.qos.limiter import LimiterStatistics, TenantLimiter
+
+_log = logging.getLogger(__name__)
+_TICK_S: Final = 1.0
+
+Connection = HttpConnection | WebSocketConnection
+
+
+class Worker:
+    """A tenant's connections and what serves them."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        driver: Driver,
+        links: tuple[socket.socket, socket.socket, socket.socket],
+        settings: WorkerSettings,
+    ) -> None:
+        handover, engine, control = links
+        self._loop = loop
+        self._driver = driver
+        self._settings = settings
+        self._connections: dict[Connection, None] = {}
+        self._released = 0
+        self.leaving = False
+        self._idle_since_s = loop.time()
+        self._idle_told = False
+        self._told = LimiterStatistics()
+        self._next_ping_s = 0.0
+        self._patience_s = {
+            Phase.IDLE: settings.http.idle_timeout_s,
+            Phase.HEAD: settings.http.head_timeout_s,
+            Phase.BODY: settings.http.body_timeout_s,
+            Phase.CLOSED: settings.http.idle_timeout_s,
+        }
+        self.finished: asyncio.Future[None] = loop.create_future()
+        self.limits = Limits(head_bytes=settings.worker.max_head_bytes, body_bytes=settings.worker.max_body_bytes)
+        self.max_backlog_bytes = settings.worker.max_backlog_bytes
+        self.test_echo = settings.test_echo
+        self._limiter = TenantLimiter(settings.quota)
+        if settings.limiter is not None:
+            self._limiter.restore(settings.limiter, loop.time(), time.time())
+        self.service = Service(loop, settings.quota, self._limiter)
+        self.service.engine = EngineClient(driver, self._limiter, loop.time, self._engine_changed)
+        self.service.engine.connect(engine.detach())
+        self._handover = PacketSocket(handover, loop, self._handed_over, self._handover_closed)
+        self._control = PacketSocket(control, loop, self._ordered, self._finish)
+        self._report(WorkerReady(driver.statistics().driver))
+        loop.call_later(_TICK_S, self._tick)
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    def _handed_over(self, data: bytes, fds: list[int]) -> None:
+        handover = TO_WORKER.decode(data)
+        if len(fds) != 1:
+            _log.error("a connection was handed over with %d descriptors, ignoring", len(fds))
+            for fd in fds:
+                os.close(fd)
+            return
+        connection = HttpConnection(self, handover.peer, handover.listener)
+        connection.flow = self._driver.open(fds[0], connection)
+        self._connections[connection] = None
+        connection.data_received(handover.data)
+
+    def hand_back(self, connection: HttpConnection, data: bytes) -> None:
+        if len(data) > MAX_HANDOVER_BYTES or self.leaving:
+            connection.flow.abort()
+            return
+        late: list[bytes] = []
+        connection.flow.endpoint = _Leaving(late, lambda: self.forget(connection))
+
+        def detached(fd: int) -> None:
+            del self._connections[connection]
+            self._idle_since_s = self._loop.time()
+            everything = data + b"".join(late)
+            if len(everything) <= MAX_HANDOVER_BYTES:
+                packet = TO_GATEWAY.encode(HandBack(connection.peer, connection.listener, everything))
+                self._handover.send(packet, (fd,))
+            else:
+                self._count_released()
+            os.close(fd)
+
+        connection.flow.detach(detached)
+
+    def upgrade(self, connection: HttpConnection, request: Request) -> None:
+        is_echo = request.path == "/echo"
+        try:
+            headers = accept_response_headers(request, () if is_echo else (infer.SUBPROTOCOL,))
+        except HandshakeRefused as exc:
+            connection.refuse_upgrade(exc)
+            return
+        rest = connection.http.switch_protocols(headers)
+        flow = connection.flow
+        flow.send(connection.http.data_to_send())
+        kind = EchoConnection if is_echo else InferConnection
+        web_socket = kind(self, flow, self._settings.worker.max_message_bytes)
+        flow.endpoint = web_socket
+        del self._connections[connection]
+        self._connections[web_socket] = None
+        if rest:
+            web_socket.data_received(rest)
+
+    def forget(self, connection: Connection) -> None:
+        if connection not in self._connections:
+            return
+        del self._connections[connection]
+        self._count_released()
+        self._idle_since_s = self._loop.time()
+        if self.leaving and not self._connections:
+            self._finish()
+
+    def _count_released(self) -> None:
+        if not self._released:
+            self._loop.call_soon(self._tell_released)
+        self._released += 1
+
+    def _tell_released(self) -> None:
+        count, self._released = self._released, 0
+        self._handover.send(TO_GATEWAY.encode(Released(count)))
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        """Once a second: deadlines, pings, the supervisor's books, and whether there is still something to do here."""
+        now = self._loop.time()
+        pings = now >= self._next_ping_s
+        if pings:
+            # Twice in the interval: who was quiet for one half is never quiet for a whole one.
+            self._next_ping_s = now + self._settings.http.ping_interval_s / 2
+        for connection in list(self._connections):
+            if isinstance(connection, HttpConnection):
+                self._check(connection, now, pings)
+            elif pings:
+                connection.tick()
+        self._tell_limiter()
+        idle_s = now - self._idle_since_s
+        if not self._connections and not self._idle_told and idle_s >= self._settings.worker.idle_timeout_s:
+            self._idle_told = True
+            self._report(WorkerIdle())
+        if not self.finished.done():
+            self._loop.call_later(_TICK_S, self._tick)
+
+    def _check(self, connection: HttpConnection, now: float, pings: bool) -> None:
+        phase = connection.http.phase
+        if phase is not connection.phase_seen:
+            connection.phase_seen = phase
+            connection.deadline_s = now + self._patience_s.get(phase, math.inf)
+        elif now >= connection.deadline_s:
+            connection.flow.close()
+        if pings and phase is Phase.STREAMING:
+            if connection.quiet:
+                connection.ping()
+            connection.quiet = True
+
+    def _tell_limiter(self) -> None:
+        statistics = self._limiter.statistics()
+        if statistics != self._told:
+            self._told = statistics
+            self._report(LimiterState(carried(self._limiter.snapshot(self._loop.time(), time.time()))))
+
+    # -- the engine ---------------------------------------------------------------------------------------------------
+
+    def _engine_changed(self, change: EngineChanged) -> None:
+        tokenizer = None
+        if change.model is not None:
+            try:
+                tokenizer = tokenizer_of(change.model)
+            except (OSError, ValueError) as exc:
+                _log.error("cannot use the tokenizer of model '%s': %s", change.model.name, exc)
+        self.service.engine_changed(change, tokenizer)
+
+    # -- the supervisor -----------------------------------------------------------------------------------------------
+
+    def _report(self, report: WorkerReport) -> None:
+        self._control.send(WORKER_REPORTS.encode(report))
+
+    def _ordered(self, data: bytes, fds: list[int]) -> None:
+        order = WORKER_ORDERS.decode(data)
+        if isinstance(order, EngineChannel) and len(fds) == 1:
+            self.service.engine.connect(fds.pop())
+        elif isinstance(order, QuotaChanged):
+            self.service.quota_changed(order.quota)
+        elif isinstance(order, Query):
+            self._report(
+                WorkerStatistics(len(self._connections), self._limiter.statistics(), self._driver.statistics())
+            )
+        elif isinstance(order, Drain):
+            self._drain(order.deadline_s)
+        for fd in fds:
+            os.close(fd)
+
+    def _handover_closed(self) -> None:
+        self._leave()
+
+    def _drain(self, deadline_s: float) -> None:
+        self.service.draining = True
+        self._loop.call_later(deadline_s, self._finish)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Take nothing new; exit with the last connection. Idle ones are closed."""
+        self.leaving = True
+        for connection in list(self._connections):
+            if isinstance(connection, HttpConnection):
+                connection.close_when_done()
+            elif not connection.is_busy:
+                connection.close(CloseCode.GOING_AWAY, "the service is going away")
+        if not self._connections:
+            self._finish()
+
+    def _finish(self) -> None:
+        if not self.finished.done():
+            self.finished.set_result(None)
+
+    def close(self) -> None:
+        """Leave: tell what was used, and close everything."""
+        for connection in list(self._connections):
+            connection.flow.abort()
+        self._tell_limiter()
+        self.service.close()
+        self.service.engine.close()
+        self._handover.close()
+        self._control.close()
+
+
+class _Leaving:
+    """The endpoint of a connection that is being handed back: keeps what still arrives."""
+
+    __slots__ = ("_late", "_lost")
+
+    def __init__(self, late: list[bytes], lost: Callable[[], None]) -> None:
+        self._late = late
+        self._lost = lost
+
+    def data_received(self, data: bytes) -> None:
+        self._late.append(data)
+
+    def eof_received(self) -> None:
+        pass
+
+    def backlog_drained(self) -> None:
+        pass
+
+    def connection_lost(self, error: OSError | None) -> None:
+        self._lost()
+
+
+def run(handover: socket.socket, engine: socket.socket, control: socket.socket, settings: WorkerSettings) -> int:
+    """Be the worker of a tenant until there is nothing left to do; returns the exit status."""
+    loop, driver = new_loop(settings.worker.io)
+    asyncio.set_event_loop(loop)
+    try:
+        worker = Worker(loop, driver, (handover, engine, control), settings)
+        gc.collect()
+        gc.freeze()
+        loop.run_until_complete(worker.finished)
+        worker.close()
+        # One more turn, so that what the closing sent and cancelled gets out.
+        loop.run_until_complete(asyncio.sleep(0))
+    finally:
+        loop.close()
+    return 0

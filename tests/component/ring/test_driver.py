@@ -1,0 +1,513 @@
+"""What `driver.Driver` promises, on both drivers, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import resource
+import socket
+import threading
+
+import pytest
+from support.sockets import Recorder, Rig, read_all, read_exactly, tcp_pair
+
+from seedance.daemon.ring.driver import Flow
+
+BIG = random.Random(1).randbytes(3 << 20)
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_bytes_arrive_both_ways(any_rig: Rig, tcp: bool) -> None:
+    async def main() -> None:
+        flow, recorder, peer = any_rig.flow(tcp=tcp)
+        peer.sendall(b"to us")
+        await recorder.wait(lambda seen: seen.data == b"to us")
+        assert flow.send(b"to ") == 0
+        assert flow.send(b"the peer") == 0
+        assert await any_rig.in_thread(lambda: read_exactly(peer, 11)) == b"to the peer"
+
+    any_rig.run(main)
+
+
+def test_what_one_turn_sends_to_a_flow_is_one_send(any_rig: Rig) -> None:
+    async def main() -> None:
+        flow, _, peer = any_rig.flow()
+        before = any_rig.driver.statistics().sends
+        for part in (b"a", b"b", b"c"):
+            flow.send(part)
+        assert await any_rig.in_thread(lambda: read_exactly(peer, 3)) == b"abc"
+        assert any_rig.driver.statistics().sends == before + 1
+
+    any_rig.run(main)
+
+
+def test_flush_sends_now(any_rig: Rig) -> None:
+    async def main() -> None:
+        flow, _, peer = any_rig.flow()
+        flow.send(b"now")
+        any_rig.driver.flush()
+        assert peer.recv(16) == b"now"
+
+    any_rig.run(main)
+
+
+def test_one_enter_carries_the_sends_of_a_turn(ring_rig: Rig) -> None:
+    async def main() -> None:
+        flows = [ring_rig.flow() for _ in range(64)]
+        await ring_rig.turns()
+        before = ring_rig.driver.statistics()
+        for number, (flow, _, _) in enumerate(flows):
+            flow.send(b"%d" % number)
+        await asyncio.sleep(0)  # a turn
+        after = ring_rig.driver.statistics()
+        assert after.sends - before.sends == 64
+        assert after.enters - before.enters == 1
+        for number, (_, _, peer) in enumerate(flows):
+            assert peer.recv(16) == b"%d" % number
+
+    ring_rig.run(main)
+
+
+def test_more_flows_than_one_batch_holds(any_rig: Rig) -> None:
+    async def main() -> None:
+        flows = [any_rig.flow() for _ in range(700)]
+        for number, (flow, _, _) in enumerate(flows):
+            flow.send(b"%d." % number)
+        await any_rig.turns()
+        for number, (_, _, peer) in enumerate(flows):
+            assert peer.recv(16) == b"%d." % number
+
+    any_rig.run(main)
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_short_send_loses_and_reorders_nothing(any_rig: Rig, tcp: bool) -> None:
+    async def main() -> None:
+        flow, recorder, peer = any_rig.flow(tcp=tcp, send_buffer=8192)
+        at = 0
+        rest = 0
+        while at < len(BIG):
+            rest = flow.send(BIG[at : at + 6000])
+            at += 6000
+            await asyncio.sleep(0)
+        assert rest > 0, "the socket should be full"
+        assert flow.backlog_bytes > 0
+        received = await any_rig.in_thread(lambda: read_exactly(peer, len(BIG)))
+        assert received == BIG
+        await recorder.wait(lambda seen: seen.drained > 0)
+        assert flow.backlog_bytes == 0
+        assert any_rig.driver.statistics().partial_sends > 0
+
+    any_rig.run(main)
+
+
+def test_one_huge_send_beside_small_ones(any_rig: Rig) -> None:
+    async def main() -> None:
+        huge, _, huge_peer = any_rig.flow(send_buffer=8192)
+        small, _, small_peer = any_rig.flow()
+        huge.send(BIG)
+        small.send(b"small")
+        await any_rig.turns()
+        assert small_peer.recv(16) == b"small"
+        assert await any_rig.in_thread(lambda: read_exactly(huge_peer, len(BIG))) == BIG
+
+    any_rig.run(main)
+
+
+def test_a_stalled_peer_delays_nobody(any_rig: Rig) -> None:
+    async def main() -> None:
+        stalled = [any_rig.flow(send_buffer=4608) for _ in range(5)]
+        lively = [any_rig.flow(send_buffer=4608) for _ in range(15)]
+        sent = bytearray()
+        for step in range(400):
+            frame = b"%04d" % step * 15
+            sent += frame
+            for flow, _, _ in stalled + lively:
+                flow.send(frame)
+            await asyncio.sleep(0)
+            for _, _, peer in lively:
+                assert read_exactly(peer, len(frame)) == frame
+        assert all(flow.backlog_bytes == 0 for flow, _, _ in lively)
+        for flow, _, peer in stalled:
+            assert flow.backlog_bytes > 0
+            received = await any_rig.in_thread(lambda peer=peer: read_exactly(peer, len(sent)))  # type: ignore[misc]
+            assert received == sent
+
+    any_rig.run(main)
+
+
+@pytest.mark.parametrize("size", [0, 5, len(BIG)])
+def test_close_delivers_what_was_sent_and_then_the_end(any_rig: Rig, size: int) -> None:
+    async def main() -> None:
+        flow, recorder, peer = any_rig.flow(tcp=True, send_buffer=8192)
+        await any_rig.turns()  # the receive is armed: it must not hold the socket open
+        if size:
+            flow.send(BIG[:size])
+        flow.close()
+        flow.close()
+        assert flow.send(b"too late") == 0
+        assert await any_rig.in_thread(lambda: read_all(peer)) == BIG[:size]
+        peer.close()
+        await recorder.wait(lambda seen: bool(seen.lost))
+        assert recorder.lost == [None]
+        assert flow.fd == -1
+        assert any_rig.driver.statistics().flows == 0
+
+    any_rig.run(main)
+
+
+def test_close_with_unread_input_does_not_cut_the_answer_off(any_rig: Rig) -> None:
+    async def main() -> None:
+        flow, recorder, peer = any_rig.flow(tcp=True)
+        peer.sendall(b"x" * 100_000)
+        await recorder.wait(lambda seen: bool(seen.data))
+        flow.send(b"413 too large")
+        flow.close()
+        peer.sendall(b"y" * 100_000)
+        assert await any_rig.in_thread(lambda: read_all(peer)) == b"413 too large"
+
+    any_rig.run(main)
+
+
+def test_a_peer_that_never_closes_is_left_after_the_linger_time(any_rig: Rig) -> None:
+    async def main() -> None:
+        flow, recorder, _ = any_rig.flow(tcp=True)
+        flow.close()
+        started = any_rig.loop.time()
+        await recorder.wait(lambda seen: bool(seen.lost))
+        assert 1.5 < any_rig.loop.time() - started < 4
+
+    any_rig.run(main)
+
+
+def test_abort_resets_and_drops_the_backlog(any_rig: Rig) -> None:
+    async def main() -> None:
+        flow, recorder, peer = any_rig.flow(tcp=True, send_buffer=8192)
+        flow.send(BIG)
+        await any_rig.turns()
+        flow.abort()
+        flow.abort()
+        await recorder.wait(lambda seen: bool(seen.lost))
+        assert recorder.lost == [None]
+        with pytest.raises(ConnectionResetError):
+            await any_rig.in_thread(lambda: read_all(peer))
+
+    any_rig.run(main)
+
+
+def test_abort_right_after_open_and_send(any_rig: Rig) -> None:
+    async def main() -> None:
+        flow, recorder, _ = any_rig.flow()
+        flow.send(b"never mind")
+        flow.abort()
+        await recorder.wait(lambda seen: bool(seen.lost))
+        assert recorder.lost == [None]
+
+    any_rig.run(main)
+
+
+def test_the_peers_end_is_told_once_and_we_can_still_send(any_rig: Rig) -> None:
+    async def main() -> None:
+        flow, recorder, peer = any_rig.flow(tcp=True)
+        peer.sendall(b"all")
+        peer.shutdown(socket.SHUT_WR)
+        await recorder.wait(lambda seen: seen.eof == 1)
+        assert recorder.data == b"all"
+        flow.send(b"answer")
+        flow.close()
+        assert await any_rig.in_thread(lambda: read_all(peer)) == b"answer"
+        await recorder.wait(lambda seen: bool(seen.lost))
+        assert recorder.eof == 1
+
+    any_rig.run(main)
+
+
+def test_a_reset_is_an_error(any_rig: Rig) -> None:
+    async def main() -> None:
+        flow, recorder, peer = any_rig.flow(tcp=True)
+        await any_rig.turns()
+        _reset(peer)
+        await recorder.wait(lambda seen: bool(seen.lost))
+        [error] = recorder.lost
+        assert error is not None and error.errno == errno.ECONNRESET
+        assert flow.fd == -1
+
+    any_rig.run(main)
+
+
+def test_a_reset_while_sends_are_waiting(any_rig: Rig) -> None:
+    async def main() -> None:
+        flow, recorder, peer = any_rig.flow(tcp=True, send_buffer=8192)
+        flow.send(BIG)
+        await any_rig.turns()
+        assert flow.backlog_bytes
+        _reset(peer)
+        await recorder.wait(lambda seen: bool(seen.lost))
+        assert len(recorder.lost) == 1
+        flow.send(b"nobody is there")
+
+    any_rig.run(main)
+
+
+def test_sending_to_a_peer_that_is_gone(any_rig: Rig) -> None:
+    async def main() -> None:
+        flow, recorder, peer = any_rig.flow(tcp=True)
+        flow.pause_reading()
+        await any_rig.turns()
+        peer.close()
+        for _ in range(100):
+            flow.send(b"hello?")
+            await asyncio.sleep(0.001)
+            if recorder.lost:
+                break
+        [error] = recorder.lost
+        assert error is not None and error.errno in (errno.EPIPE, errno.ECONNRESET)
+
+    any_rig.run(main)
+
+
+def test_paused_reading_leaves_the_bytes_where_they_are(any_rig: Rig) -> None:
+    async def main() -> None:
+        flow, recorder, peer = any_rig.flow()
+        flow.pause_reading()
+        flow.pause_reading()
+        await any_rig.turns()
+        peer.sendall(b"later")
+        await asyncio.sleep(0.02)
+        assert recorder.data == b""
+        flow.resume_reading()
+        await recorder.wait(lambda seen: seen.data == b"later")
+
+    any_rig.run(main)
+
+
+def test_pausing_and_resuming_in_one_turn(any_rig: Rig) -> None:
+    async def main() -> None:
+        flow, recorder, peer = any_rig.flow()
+        await any_rig.turns()
+        for number in range(20):
+            flow.pause_reading()
+            if number % 3 == 0:
+                await any_rig.turns(1)
+            flow.resume_reading()
+            peer.sendall(b".")
+        await recorder.wait(lambda seen: len(seen.data) == 20)
+
+    any_rig.run(main)
+
+
+def test_closing_a_paused_flow_is_seen_to_its_end(any_rig: Rig) -> None:
+    async def main() -> None:
+        flow, recorder, peer = any_rig.flow(tcp=True)
+        flow.pause_reading()
+        await any_rig.turns()
+        flow.close()
+        assert await any_rig.in_thread(lambda: read_all(peer)) == b""
+        peer.close()
+        await recorder.wait(lambda seen: bool(seen.lost))
+
+    any_rig.run(main)
+
+
+def test_detach_gives_the_descriptor_away_after_all_is_sent(any_rig: Rig) -> None:
+    async def main() -> None:
+        flow, recorder, peer = any_rig.flow(tcp=True, send_buffer=8192)
+        peer.sendall(b"head")
+        await recorder.wait(lambda seen: seen.data == b"head")
+        given: asyncio.Future[int] = any_rig.loop.create_future()
+        flow.send(BIG)
+        flow.detach(given.set_result)
+        reading = any_rig.in_thread(lambda: read_exactly(peer, len(BIG)))
+        fd = await given
+        assert flow.fd == -1
+        assert any_rig.driver.statistics().flows == 0
+        assert await reading == BIG
+        with socket.socket(fileno=fd) as ours:
+            ours.settimeout(5)
+            peer.sendall(b"body")
+            assert ours.recv(16) == b"body"
+            ours.sendall(b"still open")
+            assert peer.recv(16) == b"still open"
+        assert recorder.data == b"head"
+        assert not recorder.lost
+
+    any_rig.run(main)
+
+
+def test_bytes_that_come_during_a_detach_are_not_lost(any_rig: Rig) -> None:
+    async def main() -> None:
+        for _ in range(50):
+            flow, recorder, peer = any_rig.flow()
+            given: asyncio.Future[int] = any_rig.loop.create_future()
+            sender = threading.Thread(target=peer.sendall, args=(b"0123456789",))
+            sender.start()
+            flow.detach(given.set_result)
+            fd = await given
+            await any_rig.in_thread(sender.join)
+            with socket.socket(fileno=fd) as ours:
+                ours.setblocking(False)
+                try:
+                    rest = ours.recv(16)
+                except BlockingIOError:
+                    rest = b""
+            assert bytes(recorder.data) + rest == b"0123456789"
+
+    any_rig.run(main)
+
+
+def test_the_next_owner_of_a_number_gets_nothing_of_the_last(any_rig: Rig) -> None:
+    async def main() -> None:
+        numbers = set()
+        for _ in range(60):
+            old, old_recorder, old_peer = any_rig.flow(tcp=True, send_buffer=8192)
+            await any_rig.turns(1)
+            old.send(BIG[:200_000])
+            old_peer.sendall(b"old" * 100)
+            old.abort()
+            await old_recorder.wait(lambda seen: bool(seen.lost))
+            new, new_recorder, new_peer = any_rig.flow(tcp=True)
+            numbers.add(new.fd)
+            new.send(b"fresh")
+            new_peer.sendall(b"new")
+            await new_recorder.wait(lambda seen: len(seen.data) >= 3)
+            assert new_recorder.data == b"new"
+            assert await any_rig.in_thread(lambda peer=new_peer: read_exactly(peer, 5)) == b"fresh"  # type: ignore[misc]
+            new.abort()
+            await new_recorder.wait(lambda seen: bool(seen.lost))
+            new_peer.close()
+            old_peer.close()
+        assert len(numbers) < 60, "no number was used twice: nothing was tested"
+
+    any_rig.run(main)
+
+
+def test_scarce_receive_buffers_end_no_flow(scarce_rig: Rig) -> None:
+    async def main() -> None:
+        flows = [scarce_rig.flow() for _ in range(20)]
+        await scarce_rig.turns()
+        for number, (_, _, peer) in enumerate(flows):
+            peer.sendall(bytes([number]) * 50_000)
+        for number, (_, recorder, _) in enumerate(flows):
+            await recorder.wait(lambda seen: len(seen.data) == 50_000)
+            assert recorder.data == bytes([number]) * 50_000
+        assert scarce_rig.driver.statistics().receive_buffers_exhausted > 0
+
+    scarce_rig.run(main)
+
+
+def test_an_endpoint_that_raises_loses_its_own_flow_only(any_rig: Rig) -> None:
+    class Faulty(Recorder):
+        def data_received(self, data: bytes) -> None:
+            raise ValueError("a bug")
+
+    async def main() -> None:
+        told: list[dict[str, object]] = []
+        any_rig.loop.set_exception_handler(lambda _, context: told.append(context))
+        good, good_recorder, good_peer = any_rig.flow()
+        faulty, faulty_recorder, faulty_peer = any_rig.flow()
+        faulty.endpoint = broken = Faulty()
+        faulty_peer.sendall(b"x")
+        await broken.wait(lambda seen: bool(seen.lost))
+        good_peer.sendall(b"y")
+        await good_recorder.wait(lambda seen: seen.data == b"y")
+        assert isinstance(told[0]["exception"], ValueError)
+        assert good.fd >= 0
+        assert not faulty_recorder.lost
+
+    any_rig.run(main)
+
+
+def test_listening_accepts_until_closed(any_rig: Rig) -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
+            accepted: list[int] = []
+            listening = any_rig.driver.listen(listener, accepted.append)
+            clients = [socket.create_connection(listener.getsockname()) for _ in range(100)]
+            while len(accepted) < 100:
+                await asyncio.sleep(0.001)
+            assert all(not os.get_blocking(fd) and not os.get_inheritable(fd) for fd in accepted)
+            listening.close()
+            listening.close()
+            late = socket.create_connection(listener.getsockname())  # stays in the listener's queue
+            await asyncio.sleep(0.02)
+            assert len(accepted) == 100
+            for client in [*clients, late]:
+                client.close()
+            for fd in accepted:
+                os.close(fd)
+
+    any_rig.run(main)
+
+
+def test_accepting_goes_on_when_descriptors_are_free_again(any_rig: Rig) -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            accepted: list[int] = []
+            clients = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            lowest = os.dup(0)
+            os.close(lowest)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(lowest, *(c.fileno() for c in clients)) + 1, hard))
+            try:
+                listening = any_rig.driver.listen(listener, accepted.append)
+                await asyncio.sleep(0.05)
+                assert len(accepted) < 3
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            while len(accepted) < 3:
+                await asyncio.sleep(0.01)
+            listening.close()
+            for fd in accepted:
+                os.close(fd)
+            for client in clients:
+                client.close()
+
+    any_rig.run(main)
+
+
+def test_many_flows_with_random_lives_stay_byte_exact(any_rig: Rig) -> None:
+    choose = random.Random(7)
+
+    async def main() -> None:
+        async def life(number: int) -> None:
+            flow, recorder, peer = any_rig.flow(tcp=number % 2 == 0, send_buffer=choose.choice([4608, 32768, None]))
+            sent = bytearray()
+            reader = any_rig.in_thread(lambda: read_all(peer)) if number % 8 else None
+            for _ in range(choose.randrange(1, 30)):
+                piece = choose.randbytes(choose.choice([1, 60, 700, 40_000]))
+                flow.send(piece)
+                sent += piece
+                if choose.random() < 0.7:
+                    await asyncio.sleep(0)
+            if reader is None:
+                flow.abort()
+            else:
+                flow.close()
+                assert await reader == sent
+                peer.close()
+            await recorder.wait(lambda seen: bool(seen.lost))
+
+        for _ in range(4):
+            await asyncio.gather(*(life(number) for number in range(24)))
+        assert any_rig.driver.statistics().flows == 0
+
+    any_rig.run(main)
+
+
+def _reset(peer: socket.socket) -> None:
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+    peer.close()
+
+
+def test_a_loop_closed_with_open_flows_leaves_no_descriptor(any_rig: Rig) -> None:
+    async def main() -> None:
+        flows: list[Flow] = [any_rig.flow()[0] for _ in range(10)]
+        for flow in flows:
+            flow.send(b"x")
+        ours, peer = tcp_pair()
+        ours.close()
+        peer.close()
+
+    any_rig.run(main)  # the rig's own end checks
