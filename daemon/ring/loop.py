@@ -19,12 +19,12 @@ from typing import Any
 from seedance.daemon.ring import abi
 from seedance.daemon.ring.driver import Driver
 from seedance.daemon.ring.epoll_driver import EpollDriver
-from seedance.daemon.ring.ring_driver import KIND_POLL, KIND_SHIFT, RECEIVE_BUFFERS, RingDriver
+from seedance.daemon.ring.operations import KIND_POLL, KIND_SHIFT, TAG_MASK
+from seedance.daemon.ring.ring_driver import RECEIVE_BUFFERS, RingDriver
 from seedance.daemon.ring.uring import Uring
 from seedance.errors import KernelError
 
 _log = logging.getLogger(__name__)
-_TAG_MASK = (1 << KIND_SHIFT) - 1
 
 
 class RingSelector(selectors.BaseSelector):
@@ -106,7 +106,7 @@ class RingSelector(selectors.BaseSelector):
             completions = driver.settle(completions)
         for user_data, result, flags in completions:
             if user_data >> KIND_SHIFT == KIND_POLL:
-                event = self._polled(user_data & _TAG_MASK, result)
+                event = self._polled(user_data & TAG_MASK, result)
                 if event is not None:
                     ready.append(event)
             elif driver is not None:

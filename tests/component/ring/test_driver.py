@@ -182,6 +182,20 @@ def test_a_peer_that_never_closes_is_left_after_the_linger_time(any_rig: Rig) ->
     any_rig.run(main)
 
 
+def test_a_stalled_peer_costs_no_turns(ring_rig: Rig) -> None:
+    async def main() -> None:
+        flows = [ring_rig.flow(tcp=True, send_buffer=8192) for _ in range(2)]
+        for flow, _, _ in flows:
+            flow.send(BIG)
+        flows[0][0].close()
+        await asyncio.sleep(0.05)
+        before = ring_rig.driver.statistics().enters
+        await asyncio.sleep(0.2)
+        assert ring_rig.driver.statistics().enters - before < 10
+
+    ring_rig.run(main)
+
+
 def test_abort_resets_and_drops_the_backlog(any_rig: Rig) -> None:
     async def main() -> None:
         flow, recorder, peer = any_rig.flow(tcp=True, send_buffer=8192)

@@ -1,0 +1,139 @@
+"""A flow of the ring driver: its state, and what its owner may do with it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol
+
+from seedance.daemon.ring import abi
+from seedance.daemon.ring.driver import Endpoint
+from seedance.daemon.ring.operations import KIND_SEND, KIND_SHIFT
+
+OPEN, CLOSING, LINGERING, ENDING, DETACHING, CLOSED = range(6)
+SEND_FLAGS: Final = socket.MSG_NOSIGNAL | socket.MSG_WAITALL | socket.MSG_DONTWAIT
+_RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)  # struct linger
+
+
+class FlowDriver(Protocol):
+    """What a flow asks of its driver."""
+
+    def arm_receive(self, flow: RingFlow) -> None:
+        """Start receiving, unless a receive is in flight or the peer has ended."""
+
+    def cancel_receive(self, flow: RingFlow) -> None:
+        """Stop receiving."""
+
+    def close_flow(self, flow: RingFlow) -> None:
+        """Go on from CLOSING."""
+
+    def end_flow(self, flow: RingFlow, error: OSError | None) -> None:
+        """Drop everything and close."""
+
+    def detach_flow(self, flow: RingFlow) -> None:
+        """Go on from DETACHING."""
+
+
+class RingFlow:
+    """One stream socket on the ring; see `driver.Flow`. What is not in there is for this package alone.
+
+    `number` is the descriptor, `out` what the next batch takes, `backlog` what comes after it (None: keeping up).
+    `receiving` and `waiting_writable` say which operations are in flight.
+    """
+
+    __slots__ = (
+        "_driver",
+        "_mark",
+        "backlog",
+        "detached",
+        "endpoint",
+        "eof",
+        "error",
+        "number",
+        "out",
+        "paused",
+        "receiving",
+        "sqe_head",
+        "sqe_tail",
+        "state",
+        "tag",
+        "waiting_writable",
+    )
+
+    def __init__(
+        self, driver: FlowDriver, mark: Callable[[RingFlow], None], fd: int, endpoint: Endpoint, tag: int
+    ) -> None:
+        """`mark` is told when there is something in `out`, which is not told again before it was taken."""
+        self._driver = driver
+        self._mark = mark
+        self.endpoint = endpoint
+        self.number = fd
+        self.tag = tag
+        self.state = OPEN
+        self.out: bytes | None = None
+        self.backlog: bytearray | None = None
+        self.detached: Callable[[int], None] | None = None
+        self.error: OSError | None = None
+        self.receiving = self.waiting_writable = self.paused = self.eof = False
+        self.sqe_head = abi.SQE_HEAD.pack(abi.OP_SEND, abi.IOSQE_CQE_SKIP_SUCCESS, 0, fd, 0)
+        self.sqe_tail = abi.SQE_TAIL.pack(SEND_FLAGS, KIND_SEND << KIND_SHIFT | tag, 0, 0, 0, 0, 0)
+
+    @property
+    def fd(self) -> int:
+        return self.number if self.state < ENDING else -1
+
+    @property
+    def backlog_bytes(self) -> int:
+        return len(self.backlog or b"") + len(self.out or b"")
+
+    def send(self, data: bytes) -> int:
+        if self.state:
+            return 0
+        if self.backlog is not None:
+            self.backlog += data
+            return len(self.backlog)
+        if self.out is None:
+            self.out = data
+            self._mark(self)
+        else:
+            self.out += data
+        return 0
+
+    def pause_reading(self) -> None:
+        if self.state == OPEN and not self.paused:
+            self.paused = True
+            self._driver.cancel_receive(self)
+
+    def resume_reading(self) -> None:
+        if self.state == OPEN and self.paused:
+            self.paused = False
+            self._driver.arm_receive(self)
+
+    def close(self) -> None:
+        if self.state == OPEN:
+            self.state = CLOSING
+            self._driver.close_flow(self)
+
+    def abort(self) -> None:
+        if self.state in (OPEN, CLOSING, LINGERING):
+            with borrowed(self.number) as handle:
+                handle.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            self._driver.end_flow(self, None)
+
+    def detach(self, detached: Callable[[int], None]) -> None:
+        if self.state == OPEN:
+            self.state = DETACHING
+            self.detached = detached
+            self._driver.detach_flow(self)
+
+
+@contextlib.contextmanager
+def borrowed(fd: int) -> Iterator[socket.socket]:
+    """A socket object over a descriptor that stays somebody else's; the family does not matter to what we call."""
+    handle = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=fd)
+    try:
+        yield handle
+    finally:
+        handle.detach()

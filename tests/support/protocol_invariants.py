@@ -1,0 +1,99 @@
+"""What must hold for every input of the protocol objects: the property tests and the fuzz targets check the same.
+
+Against h11, what we accept must mean the same there. HARMLESS names what we accept and h11 refuses, with the reason
+why that is no danger; it is empty, and a new difference fails the test until it is either mended or explained here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import h11
+from support.protocol_drive import SMALL_LIMITS, converse, cut, read_frames, serve
+
+from seedance.daemon.protocol.frame import Opcode
+from seedance.daemon.protocol.head import Limits, Request, parse_head
+from seedance.daemon.protocol.http import ProtocolFailed, RequestReceived
+from seedance.daemon.protocol.websocket import CloseReceived, Failed
+from seedance.errors import RemoteProtocolError
+
+HARMLESS: Final[dict[str, Callable[[bytes], bool]]] = {}
+
+_H11_BYTES: Final = 1 << 20
+
+
+def check_http(data: bytes, places: Iterable[int]) -> None:
+    """Any bytes give events and answers, the same however they are cut, and an end of the connection."""
+    whole = serve([data])
+    assert serve(cut(data, places)) == whole
+    events, sent, closes = whole
+    assert closes
+    failures = [event for event in events if isinstance(event, ProtocolFailed)]
+    assert failures in ([], events[-1:])
+    answers = sum(isinstance(event, RequestReceived) for event in events) + len(failures)
+    assert sent.startswith(b"HTTP/1.1 ") if answers else not sent
+
+
+def check_head(data: bytes, limits: Limits = SMALL_LIMITS) -> Request | None:
+    """A head is refused with a status, incomplete, or read as h11 reads it; return it in the last case."""
+    try:
+        request = parse_head(data, limits)
+    except RemoteProtocolError as error:
+        assert error.code in (400, 413, 414, 417, 431, 501, 505)
+        assert str(error).startswith("cannot ")
+        return None
+    if request is not None:
+        _compare_head(data[: request.head_bytes], request)
+    return request
+
+
+def _compare_head(head: bytes, request: Request) -> None:
+    peer = h11.Connection(h11.SERVER, max_incomplete_event_size=_H11_BYTES)
+    peer.receive_data(head)
+    try:
+        theirs = peer.next_event()
+    except h11.RemoteProtocolError:
+        assert any(accepts(head) for accepts in HARMLESS.values()), "we accept a head that h11 refuses"
+        return
+    assert isinstance(theirs, h11.Request)
+    assert theirs.method.decode("ascii") == request.method
+    assert theirs.http_version.decode("ascii") == request.http_version
+    # h11 writes the length as it is in the message; the coding in lower case.
+    ours = [(name.encode(), _as_h11(name, value)) for name, value in request.headers]
+    assert list(theirs.headers) == ours
+
+
+def _as_h11(name: str, value: str) -> bytes:
+    return (value.lower() if name == "transfer-encoding" else value).encode("latin-1")
+
+
+def check_bodies(data: bytes) -> int:
+    """Each request that we take whole has the same body in h11; return how many there were."""
+    events, _, _ = serve([data])
+    ours = [event for event in events if isinstance(event, RequestReceived)]
+    peer = h11.Connection(h11.SERVER, max_incomplete_event_size=_H11_BYTES)
+    peer.receive_data(data)
+    for event in ours:
+        assert isinstance(peer.next_event(), h11.Request)
+        body = b""
+        while isinstance(piece := peer.next_event(), h11.Data):
+            body += piece.data
+        assert isinstance(piece, h11.EndOfMessage)
+        assert body == event.body
+        peer.send(h11.Response(status_code=204, headers=[]))
+        peer.send(h11.EndOfMessage())
+        if event is not ours[-1]:
+            peer.start_next_cycle()
+    return len(ours)
+
+
+def check_websocket(data: bytes, places: Iterable[int]) -> None:
+    """Any bytes give events, the same however they are cut, one last event, and at most one close frame, the last."""
+    whole = converse([data])
+    assert converse(cut(data, places)) == whole
+    events, sent, closes = whole
+    assert closes
+    assert [isinstance(event, CloseReceived | Failed) for event in events] == [False] * (len(events) - 1) + [True]
+    closing = [opcode is Opcode.CLOSE for opcode, _ in read_frames(sent)]
+    assert not any(closing[:-1])

@@ -1,0 +1,75 @@
+"""What the engine's process decides before it imports vLLM."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from seedance.engine import vllm_control as control
+from seedance.engine.vllm_core import one_sentence, resolve_model
+from seedance.errors import EngineDead
+
+
+def model_dir(path: Path, *names: str) -> str:
+    for name in names:
+        (path / name).write_text(json.dumps({}))
+    return str(path)
+
+
+def test_a_complete_directory_is_a_model(tmp_path: Path) -> None:
+    assert resolve_model(model_dir(tmp_path, "config.json", "tokenizer.json"), offline=True) == tmp_path.resolve()
+
+
+@pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere", "~/nowhere/at/all", "a/b/c", "with space"])
+def test_a_path_that_leads_nowhere(model: str) -> None:
+    with pytest.raises(EngineDead, match=r"there is no directory '.*': give a model's directory or a hub name"):
+        resolve_model(model, offline=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["tokenizer.json"], "has no config.json, so there is no model that vLLM can load"),
+        (["config.json"], "has no tokenizer.json, so there is no tokenizer for workers"),
+    ],
+)
+def test_a_directory_that_lacks_something(tmp_path: Path, names: list[str], text: str) -> None:
+    with pytest.raises(EngineDead, match=text):
+        resolve_model(model_dir(tmp_path, *names), offline=True)
+
+
+class _ValidationError(Exception):
+    """As pydantic's: the text has a heading, types and inputs, `errors()` has the message alone."""
+
+    def errors(self) -> list[dict[str, object]]:
+        return [{"type": "value_error", "loc": (), "msg": "Value error, no such dtype"}]
+
+
+@pytest.mark.parametrize(
+    ("exc", "text"),
+    [
+        (ValueError("first line\n  second   line"), "ValueError: first line second line"),
+        (KeyError(), "KeyError: no reason given"),
+        (_ValidationError("1 validation error for ModelConfig"), "_ValidationError: no such dtype"),
+        (EngineDead("there is no model"), "there is no model"),
+    ],
+)
+def test_an_exception_in_one_sentence(exc: Exception, text: str) -> None:
+    assert one_sentence(exc) == text
+
+
+def test_a_long_reason_is_cut_at_a_word() -> None:
+    sentence = one_sentence(RuntimeError("word " * 500))
+    assert len(sentence) < 350
+    assert sentence.endswith("word …")
+
+
+def test_control_messages_keep_their_kind() -> None:
+    settings = control.VllmSettings(model="/m", name="m", run_dir="/run/x")
+    for message in (control.Launch(settings, "ipc://a", "ipc://b"), control.Stop()):
+        assert msgspec.json.decode(msgspec.json.encode(message), type=control.ToZygote) == message
+    for news in (control.Failed("x"), control.Exited(3, -9), control.Launched(3), control.Preloaded("0.32.0", 7.5)):
+        assert msgspec.json.decode(msgspec.json.encode(news), type=control.ToAdapter) == news

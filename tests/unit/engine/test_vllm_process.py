@@ -1,0 +1,58 @@
+"""The environment of the engine's processes, and what is said of their ends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from seedance.engine.vllm_control import VllmSettings
+from seedance.engine.vllm_process import environment, exit_text, last_line
+
+
+def test_a_local_model_makes_no_hub_calls(tmp_path: Path) -> None:
+    env = environment(VllmSettings(model=str(tmp_path), name="m", run_dir="/run/x"), {})
+    assert env["HF_HUB_OFFLINE"] == env["TRANSFORMERS_OFFLINE"] == env["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def test_a_hub_name_may_call_the_hub_unless_told_otherwise() -> None:
+    settings = VllmSettings(model="org/model", name="m", run_dir="/run/x")
+    assert "HF_HUB_OFFLINE" not in environment(settings, {})
+    offline = VllmSettings(model="org/model", name="m", run_dir="/run/x", offline=True)
+    assert environment(offline, {})["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_operators_environment_stays_except_what_must_hold() -> None:
+    base = {"VLLM_HOST_IP": "10.0.0.1", "PYTHONPATH": "/plugins", "TMPDIR": "/elsewhere", "LANG": "C.UTF-8"}
+    env = environment(VllmSettings(model="m", name="m", run_dir="/run/x", cache_dir="/state"), base)
+    assert env["VLLM_HOST_IP"] == "10.0.0.1"
+    assert env["LANG"] == "C.UTF-8"
+    assert env["TMPDIR"] == "/run/x/tmp"
+    assert env["VLLM_CACHE_ROOT"] == "/state"
+    import_root, plugins = env["PYTHONPATH"].split(os.pathsep)
+    assert (Path(import_root) / "seedance" / "engine" / "vllm_core.py").is_file()
+    assert plugins == "/plugins"
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (-9, "it was killed by SIGKILL, as the kernel does when memory runs out"),
+        (-11, "it was killed by SIGSEGV"),
+        (3, "it ended with status 3"),
+    ],
+)
+def test_ends_of_a_process_in_words(status: int, text: str) -> None:
+    assert exit_text(status) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [(None, "it said nothing"), ("", "it said nothing"), ("first\n  second: x \n\n", "second: x")],
+)
+def test_the_last_line_of_a_log(tmp_path: Path, text: str | None, line: str) -> None:
+    log = tmp_path / "log"
+    if text is not None:
+        log.write_text(text)
+    assert last_line(log) == line
