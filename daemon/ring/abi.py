@@ -56,10 +56,8 @@ SQE_BYTES: Final = 64
 CQE_BYTES: Final = 16
 # opcode flags ioprio fd | off | addr | len op_flags | user_data | buf_group personality splice_fd | addr3 pad
 SQE: Final = struct.Struct("=BBHiQQIIQHHiQQ")
-# An SQE in three parts, for sends that differ only in the middle one.
-SQE_HEAD: Final = struct.Struct("=BBHiQ")
-SQE_ADDRESS: Final = struct.Struct("=QI")
-SQE_TAIL: Final = struct.Struct("=IQHHiQQ")
+SQE_ADDRESS_AT: Final = 16
+SQE_LENGTH_AT: Final = 24
 CQE: Final = struct.Struct("=QiI")  # user_data, res, flags
 PBUF: Final = struct.Struct("=QIH")  # addr, len, bid; the ring's tail lies in the padding of entry 0
 PBUF_BYTES: Final = 16

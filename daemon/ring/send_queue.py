@@ -13,7 +13,9 @@ socket, because the kernel keeps no order between two.
 
 from __future__ import annotations
 
+import array
 import errno
+import itertools
 import os
 import select
 import socket
@@ -21,7 +23,7 @@ from collections.abc import Callable
 from typing import Final
 
 from seedance.daemon.ring import abi
-from seedance.daemon.ring.flow import CLOSED, ENDING, SEND_FLAGS, RingFlow
+from seedance.daemon.ring.flow import CLOSED, ENDING, RingFlow, send_sqe
 from seedance.daemon.ring.operations import KIND_SEND, KIND_SHIFT, KIND_WRITABLE, TAG_MASK
 from seedance.daemon.ring.pool import Buffer, BufferPool
 from seedance.daemon.ring.uring import Uring
@@ -59,7 +61,7 @@ class SendQueue:
         self._dirty: list[RingFlow] = []
         self._batch: list[RingFlow] = []
         self._sizes: list[int] = []
-        self._behind: list[RingFlow] = []  # flows of the batch that are working off a backlog
+        self._behind: list[RingFlow] = []  # flows that are working off a backlog and not waiting for their socket
         self._buffer: Buffer | None = None
         self.pool = BufferPool(2, BATCH_BYTES)
         self.failed: list[tuple[RingFlow, OSError]] = []
@@ -97,28 +99,31 @@ class SendQueue:
         self._ring.put_back(self.settle(self._ring.completions()))
 
     def _stage_batch(self, flows: list[RingFlow]) -> None:
-        batch = [flow for flow in flows if flow.out is not None]  # the others were ended meanwhile
+        batch, frames = [], []
+        for flow in flows:
+            if flow.out is not None:  # the others were ended meanwhile
+                batch.append(flow)
+                frames.append(flow.out)
+                flow.out = None
         if not batch:
             return
-        frames: list[bytes] = [flow.out for flow in batch]  # type: ignore[misc]
         data = b"".join(frames)
         if len(data) > BATCH_BYTES:
-            frames = _cut(batch, frames)
+            frames = self._cut(batch, frames)
             data = b"".join(frames)
         buffer = self.pool.lend()
         assert buffer is not None  # one batch at a time is in flight
         buffer.fill(data)
         self.pool.give_to_kernel(buffer, len(batch))
+        # Each flow has its SQE at hand, but for address and length; those are written for all at once.
         sizes = list(map(len, frames))
-        address, pack = buffer.address, abi.SQE_ADDRESS.pack
-        parts: list[bytes] = []
-        for flow, size in zip(batch, sizes, strict=True):
-            flow.out = None
-            parts += (flow.sqe_head, pack(address, size), flow.sqe_tail)
-            address += size
-        self._ring.push_packed(b"".join(parts))
+        addresses = list(itertools.accumulate(sizes[:-1], initial=buffer.address))
+        sqes = bytearray().join([flow.sqe for flow in batch])
+        with memoryview(sqes) as view, view.cast("Q") as quads, view.cast("I") as words:
+            quads[abi.SQE_ADDRESS_AT // 8 :: abi.SQE_BYTES // 8] = memoryview(array.array("Q", addresses))
+            words[abi.SQE_LENGTH_AT // 4 :: abi.SQE_BYTES // 4] = memoryview(array.array("I", sizes))
+        self._ring.push_packed(sqes)
         self._batch, self._sizes, self._buffer = batch, sizes, buffer
-        self._behind = [flow for flow in batch if flow.backlog is not None]
         self.sends += len(batch)
 
     def settle(self, completions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -141,9 +146,13 @@ class SendQueue:
                     at = positions[user_data & TAG_MASK]
                     self._fell_short(batch[at], result, buffer.read(starts[at] + max(result, 0), starts[at + 1]))
         self.pool.complete(buffer, len(batch))
-        behind, self._behind = self._behind, []
-        for flow in behind:
-            self.work_off(flow)
+        if self._behind:
+            behind, self._behind = self._behind, []
+            for flow in behind:
+                if flow.out is None:
+                    self.work_off(flow)
+                else:  # it is for a later batch
+                    self._behind.append(flow)
         return others
 
     def _fell_short(self, flow: RingFlow, result: int, rest: bytes) -> None:
@@ -161,6 +170,17 @@ class SendQueue:
         user_data = KIND_WRITABLE << KIND_SHIFT | flow.tag
         self._ring.push(abi.OP_POLL_ADD, flow.number, user_data, op_flags=select.POLLOUT)
 
+    def _cut(self, batch: list[RingFlow], frames: list[bytes]) -> list[bytes]:
+        """Share one buffer among large frames: what is over a flow's part goes to the front of its backlog."""
+        part = BATCH_BYTES // len(batch)
+        for flow, frame in zip(batch, frames, strict=True):
+            if len(frame) > part:
+                if flow.backlog is None:
+                    flow.backlog = bytearray()
+                    self._behind.append(flow)
+                flow.backlog[:0] = frame[part:]
+        return [frame[:part] for frame in frames]
+
     def work_off(self, flow: RingFlow) -> None:
         """Stage the next piece of a backlog, unless the socket is full; or note that it is empty."""
         if flow.backlog is None or flow.waiting_writable or flow.state in (ENDING, CLOSED):
@@ -169,20 +189,10 @@ class SendQueue:
             flow.out = bytes(flow.backlog[:PIECE_BYTES])
             del flow.backlog[:PIECE_BYTES]
             self._dirty.append(flow)
+            self._behind.append(flow)
         else:
             flow.backlog = None
             self._caught_up(flow)
-
-
-def _cut(batch: list[RingFlow], frames: list[bytes]) -> list[bytes]:
-    """Share one buffer among large frames: what is over a flow's part goes to the front of its backlog."""
-    part = BATCH_BYTES // len(batch)
-    for flow, frame in zip(batch, frames, strict=True):
-        if len(frame) > part:
-            if flow.backlog is None:
-                flow.backlog = bytearray()
-            flow.backlog[:0] = frame[part:]
-    return [frame[:part] for frame in frames]
 
 
 def check(ring: Uring) -> None:
@@ -194,11 +204,9 @@ def check(ring: Uring) -> None:
         buffer = pool.lend()
         assert buffer is not None
         pool.give_to_kernel(buffer, 2)
-        head = abi.SQE_HEAD.pack(abi.OP_SEND, abi.IOSQE_CQE_SKIP_SUCCESS, 0, ours.fileno(), 0)
-        tail = abi.SQE_TAIL.pack(SEND_FLAGS, KIND_SEND << KIND_SHIFT, 0, 0, 0, 0, 0)
         results = []
         for size in (1, buffer.size):
-            ring.push_packed(head + abi.SQE_ADDRESS.pack(buffer.address, size) + tail)
+            ring.push_packed(send_sqe(ours.fileno(), KIND_SEND << KIND_SHIFT, buffer.address, size))
             ring.submit()
             pool.complete(buffer)
             results.append([result for _, result, _ in ring.completions()])

@@ -139,7 +139,7 @@ class Uring:
         )
         self._tail += 1
 
-    def push_packed(self, sqes: bytes) -> None:
+    def push_packed(self, sqes: bytes | bytearray) -> None:
         """Append whole SQEs, packed back to back; at most half a queue of them at once."""
         count = len(sqes) // abi.SQE_BYTES
         if self._tail - self._submitted + count > self._entries:

@@ -242,6 +242,6 @@ class LiveUpdateMachine(RuleBasedStateMachine):
 
 
 TestLimiter = LimiterMachine.TestCase
-TestLimiter.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLimiter.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestLiveUpdate = LiveUpdateMachine.TestCase
-TestLiveUpdate.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestLiveUpdate.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,321 @@
+"""The service's own file, `seedanced.toml`, as typed settings in base units.
+
+`parse` is pure; `load` reads a file. Whatever is wrong becomes a ConfigError that names the file, the
+key and what would be right. Relative paths are relative to the folder of the file.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from seedance.engine.settings import EngineSettings
+from seedance.errors import ConfigError
+from seedance.qos import quota, units
+from seedance.qos.quota import BUILT_IN_CLASSES, SchedulingClass
+from seedance.qos.toml import (
+    Field,
+    Reader,
+    Schema,
+    above_zero,
+    flag,
+    loads,
+    one_of,
+    read_table,
+    text,
+    whole,
+)
+
+# sockaddr_un holds 108 bytes with the closing zero.
+_UNIX_PATH_BYTES: Final = 107
+_MAX_PORT: Final = 65_535
+_MAX_PER_S: Final = 1e9
+_ENDPOINT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)):(\d{1,5})", re.ASCII)
+
+
+class Address(msgspec.Struct, frozen=True):
+    """A TCP address: a numeric IPv4 or IPv6 host without brackets, and a port; port 0 lets the kernel choose."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`[listen]`: where clients connect.
+
+    tcp   list of "host:port" with numeric hosts, IPv6 in brackets; port 0 is any free one. [] for none.
+    unix  path of a Unix stream socket; none without it.
+    """
+
+    tcp: tuple[Address, ...] = (Address("127.0.0.1", 8000), Address("::1", 8000))
+    unix: str | None = None
+
+
+class PathsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`[paths]`: where files are.
+
+    state    kept across reboots: session logs, usage, converted models.
+    run      sockets and other files of the running service.
+    tenants  folder of the tenant files; `tenants.d` beside the configuration file without it.
+    """
+
+    state: str = "/var/lib/seedance"
+    run: str = "/run/seedance"
+    tenants: str = ""
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`[worker]`: the processes that serve one tenant each.
+
+    idle_timeout  a worker without connections ends after this.
+    io            "io_uring", "epoll", or "auto": io_uring where it works.
+    max_head      bytes of an HTTP request's line and headers.
+    max_body      bytes of an HTTP request's body.
+    max_message   bytes of a WebSocket message, all fragments together.
+    max_backlog   bytes kept for a client that reads too slowly, before it is cut off.
+    """
+
+    idle_timeout_s: float = 300.0
+    io: str = "auto"
+    max_head_bytes: int = 32 << 10
+    max_body_bytes: int = 8 << 20
+    max_message_bytes: int = 8 << 20
+    max_backlog_bytes: int = 1 << 20
+
+
+class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`[http]`: patience with clients.
+
+    head_timeout   from a request's first byte to the end of its headers.
+    body_timeout   from there to the end of its body.
+    idle_timeout   between two requests of a connection.
+    ping_interval  an SSE or WebSocket connection is never silent for longer.
+    """
+
+    head_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    idle_timeout_s: float = 75.0
+    ping_interval_s: float = 15.0
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole file; `path` is where it came from.
+
+    `[engine]`: what computes the tokens. `engine.run_dir` is left to who starts it.
+
+    kind           "vllm" (GPU or CPU build, whichever is installed) or "synthetic".
+    model          hub name, or path when it begins with "/", "./" or "../"; needed with "vllm".
+    name           name under which clients ask for the model; the last part of `model` without it.
+    kv             memory for the KV cache, reserved at start; what the engine chooses without it.
+    max_model_len  most prompt and output tokens of one stream; the model's own without it.
+    max_streams    streams computed at once (vLLM's max_num_seqs).
+    threads        CPU threads for computing; what the engine chooses without it.
+    enforce_eager  true skips CUDA graphs and compilation: a quicker start, slower steps.
+    dtype          "auto", "bfloat16", "float16" or "float32".
+
+    `[engine.synthetic]`: the engine that has no model; see `SyntheticSettings`.
+
+    seed                 of the tokens; the same seed and prompt give the same ones.
+    tokens_per_s         output of each stream; 0 for as fast as it goes.
+    prompt_tokens_per_s  prompt tokens read by the whole engine; 0 for at once.
+    step                 longest common step of the streams, whose tokens then come several at a time.
+    eos_probability      chance of an end at each token, as a percentage.
+    kv_blocks            blocks of 16 tokens.
+    die_after_steps      rehearses an engine's death; 0 for never.
+
+    `[classes.NAME]`: scheduling classes that tenant files name; `classes` holds the built-in ones too.
+
+    weight  against the other classes: of a contended step, twice the weight gets twice the time.
+    cpu, memory, network, gpu, tokens, requests, session
+            tables as in a tenant file, for what such a file leaves out.
+    """
+
+    path: str
+    listen: ListenConfig = ListenConfig()
+    paths: PathsConfig
+    engine: EngineSettings
+    worker: WorkerConfig = WorkerConfig()
+    http: HttpConfig = HttpConfig()
+    classes: Mapping[str, SchedulingClass]
+
+
+def read_address(value: object) -> Address:
+    """Read "host:port" with a numeric host; raises ValueError."""
+    match = _ENDPOINT.fullmatch(value) if isinstance(value, str) else None
+    host = (match[1] or match[2]) if match else ""
+    port = int(match[3]) if match else 0
+    if match is None or port > _MAX_PORT or not _is_host(host, 6 if match[1] else 4):
+        raise ValueError(
+            f'cannot read {units.shown(value)} as an address; write e.g. "127.0.0.1:8000", "[::1]:8000" or'
+            ' "0.0.0.0:8000" for every IPv4 address'
+        )
+    return Address(host, port)
+
+
+def _is_host(host: str, version: int) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == version
+    except ValueError:
+        return False
+
+
+def _read_addresses(value: object) -> tuple[Address, ...]:
+    if not isinstance(value, list):
+        raise ValueError('cannot take anything but a list of addresses; write e.g. ["127.0.0.1:8000"]')
+    addresses = tuple(read_address(entry) for entry in value)
+    fixed = [address for address in addresses if address.port]
+    if len(set(fixed)) < len(fixed):
+        raise ValueError("cannot listen twice on one address; remove one of them")
+    return addresses
+
+
+def _per_second(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_PER_S:
+        raise ValueError(f"cannot take {units.shown(value)}; write a number from 0 to {_MAX_PER_S:.0f}")
+    return float(value)
+
+
+def _read_probability(value: object) -> float:
+    probability = units.parse_percentage(value)
+    if probability > 1:
+        raise ValueError(f'cannot take {units.shown(value)} as a probability; write "100%" at most')
+    return probability
+
+
+def _read_tables(value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise ValueError('cannot take a value where tables belong; write e.g. "[classes.night]"')
+    return value
+
+
+def _at_least(least: int, read: Reader, example: str) -> Reader:
+    def read_at_least(value: object) -> Any:
+        quantity = read(value)
+        if quantity < least:
+            raise ValueError(f'cannot take {units.shown(value)}: it is too small to work; write e.g. "{example}"')
+        return quantity
+
+    return read_at_least
+
+
+_duration: Final = above_zero(units.parse_duration)
+
+SCHEMA: Final[Schema] = {
+    "listen": {"tcp": Field("tcp", _read_addresses), "unix": Field("unix", text)},
+    "paths": {"state": Field("state", text), "run": Field("run", text), "tenants": Field("tenants", text)},
+    "engine": {
+        "kind": Field("kind", one_of(["vllm", "synthetic"])),
+        "model": Field("model", text),
+        "name": Field("name", text),
+        "kv": Field("kv_bytes", above_zero(units.parse_size)),
+        "max_model_len": Field("max_model_len", whole(2, 1 << 30)),
+        "max_streams": Field("max_streams", whole(1, 65_536)),
+        "threads": Field("threads", whole(1, 4096)),
+        "enforce_eager": Field("enforce_eager", flag),
+        "dtype": Field("dtype", one_of(["auto", "bfloat16", "float16", "float32"])),
+        "synthetic": {
+            "seed": Field("seed", whole(0, (1 << 63) - 1)),
+            "tokens_per_s": Field("tokens_per_s", _per_second),
+            "prompt_tokens_per_s": Field("prompt_tokens_per_s", _per_second),
+            "step": Field("step_s", units.parse_duration),
+            "eos_probability": Field("eos_probability", _read_probability),
+            "kv_blocks": Field("kv_blocks", whole(1, 1 << 31)),
+            "die_after_steps": Field("die_after_steps", whole(0, 1 << 31)),
+        },
+    },
+    "worker": {
+        "idle_timeout": Field("idle_timeout_s", _duration),
+        "io": Field("io", one_of(["auto", "io_uring", "epoll"])),
+        "max_head": Field("max_head_bytes", _at_least(1024, units.parse_size, "32KiB")),
+        "max_body": Field("max_body_bytes", _at_least(1024, units.parse_size, "8MiB")),
+        "max_message": Field("max_message_bytes", _at_least(1024, units.parse_size, "8MiB")),
+        "max_backlog": Field("max_backlog_bytes", _at_least(1024, units.parse_size, "1MiB")),
+    },
+    "http": {
+        "head_timeout": Field("head_timeout_s", _duration),
+        "body_timeout": Field("body_timeout_s", _duration),
+        "idle_timeout": Field("idle_timeout_s", _duration),
+        "ping_interval": Field("ping_interval_s", _duration),
+    },
+    "classes": Field("classes", _read_tables),
+}
+
+
+def parse(source: str, path: str) -> Config:
+    """Return the settings in a configuration file's text; `path` is absolute. Raises ConfigError."""
+    raw = read_table(loads(source, path), SCHEMA, path)
+    folder = os.path.dirname(path)
+    raw["path"] = path
+    raw["paths"] = _paths(raw.get("paths", {}), folder)
+    if "unix" in raw.get("listen", {}):
+        raw["listen"]["unix"] = _unix_path(raw["listen"]["unix"], folder, path)
+    raw["engine"] = _engine(raw.get("engine", {}), folder, path)
+    raw["classes"] = _classes(raw.get("classes", {}), path)
+    config = msgspec.convert(raw, Config)
+    if not config.listen.tcp and config.listen.unix is None:
+        raise ConfigError(path, "listen", 'cannot serve without a place to listen; write e.g. tcp = ["127.0.0.1:8000"]')
+    return config
+
+
+def _paths(raw: dict[str, str], folder: str) -> dict[str, str]:
+    raw = {"tenants": "tenants.d"} | raw
+    return {name: os.path.normpath(os.path.join(folder, where)) for name, where in raw.items()}
+
+
+def _unix_path(where: str, folder: str, path: str) -> str:
+    where = os.path.normpath(os.path.join(folder, where))
+    if len(os.fsencode(where)) > _UNIX_PATH_BYTES:
+        raise ConfigError(
+            path, "listen.unix", f"cannot bind a path over {_UNIX_PATH_BYTES} bytes; choose a shorter one"
+        )
+    return where
+
+
+def _engine(raw: dict[str, Any], folder: str, path: str) -> dict[str, Any]:
+    kind = raw.get("kind", "vllm")
+    model = raw.get("model", "")
+    if not model and kind == "vllm":
+        raise ConfigError(
+            path, "engine.model", 'cannot start vllm without a model; write its name or path, or kind = "synthetic"'
+        )
+    if model.startswith("~"):
+        raise ConfigError(path, "engine.model", "cannot tell whose home '~' is in a service; write the whole path")
+    if model.startswith(("/", "./", "../")) or model in (".", ".."):
+        model = os.path.normpath(os.path.join(folder, model))
+    name = raw.get("name") or os.path.basename(model) or kind
+    return raw | {"kind": kind, "model": model, "name": name}
+
+
+def _classes(tables: dict[str, object], path: str) -> dict[str, SchedulingClass]:
+    return dict(BUILT_IN_CLASSES) | {name: quota.load_class(table, name, path) for name, table in tables.items()}
+
+
+def read_text(path: str) -> str:
+    """Return a configuration file's text. Raises ConfigError when it is not there, not ours to read or not UTF-8."""
+    try:
+        return Path(path).read_bytes().decode("utf-8")
+    except UnicodeDecodeError as exc:
+        raise ConfigError(path, "", f"cannot read byte {exc.start} as UTF-8; save the file as UTF-8") from exc
+    except FileNotFoundError as exc:
+        raise ConfigError(path, "", "cannot find it; create it, or name another file") from exc
+    except IsADirectoryError as exc:
+        raise ConfigError(path, "", "cannot read a folder; name the file in it") from exc
+    except PermissionError as exc:
+        raise ConfigError(path, "", "cannot read it: permission denied; let this user read it") from exc
+    except OSError as exc:
+        raise ConfigError(path, "", f"cannot read it: {exc.strerror}") from exc
+
+
+def load(path: str) -> Config:
+    """Return the settings in a configuration file. Raises ConfigError."""
+    path = os.path.abspath(path)
+    return parse(read_text(path), path)
