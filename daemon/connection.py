@@ -58,7 +58,6 @@ class HttpConnection:
 
     __slots__ = (
         "_answer",
-        "_chunked",
         "_owner",
         "_pumping",
         "_request",
@@ -77,7 +76,6 @@ class HttpConnection:
         self._owner = owner
         self._answer: Answer | None = None
         self._request: Request | None = None
-        self._chunked = False
         self._pumping = False
         self.http = HttpServer(owner.limits)
         self.peer = peer
@@ -222,12 +220,18 @@ class HttpConnection:
 
     def start_stream(self, headers: Sequence[tuple[str, str]]) -> None:
         self.http.start_stream(200, headers)
-        self._chunked = self.http.chunked
         self._flush()
 
+    @property
+    def chunked(self) -> bool:
+        return self.http.chunked
+
     def write(self, data: bytes) -> None:
+        self.write_framed(chunk(data) if self.http.chunked else data)
+
+    def write_framed(self, data: bytes) -> None:
         self.quiet = False
-        if self.flow.send(chunk(data) if self._chunked else data) > self._owner.max_backlog_bytes:
+        if self.flow.send(data) > self._owner.max_backlog_bytes:
             _log.info("a client of %s reads too slowly; its stream is ended", self.peer or self.listener)
             self._cancel()
             self.flow.abort()

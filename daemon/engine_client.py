@@ -7,7 +7,7 @@ in one read, and everything that the step makes us send leaves with the enter th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from seedance.daemon.doors.errors import ApiError
@@ -58,7 +58,7 @@ class EngineClient:
 
     def submit(self, stream: Stream, prompt_token_ids: list[int], sampling: Sampling) -> None:
         """Begin a stream, which has its place in the limiter already; its prompt has been charged."""
-        self._number += 1
+        self._number = (self._number + 1) % 2**32
         stream.number = self._number
         self._streams[stream.number] = stream
         self._send(Submit(stream.number, prompt_token_ids, sampling))
@@ -96,9 +96,11 @@ class EngineClient:
             return
         for message in messages:
             if isinstance(message, Batch):
-                self._step_completed(message.deltas)
+                self._step_completed(message)
             elif isinstance(message, EngineChanged):
                 if message.state == EngineState.DEAD:
+                    # What was submitted before this was read may have reached the next engine.
+                    self._send(Abort(list(self._streams)))
                     self._lose_all(_GONE)
                 self._engine_changed(message)
             else:
@@ -121,31 +123,38 @@ class EngineClient:
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
-    def _step_completed(self, deltas: Sequence[Delta]) -> None:
-        streams = self._streams
+    def _step_completed(self, batch: Batch) -> None:
+        find = self._streams.get
         tokens = 0
-        for delta in deltas:
-            stream = streams.get(delta.stream)
+        for number, token_id in batch.pairs():
+            stream = find(number)
             if stream is None:
                 continue  # aborted when this was under way
-            token_ids = delta.token_ids
-            tokens += len(token_ids)
-            stream.output_tokens += len(token_ids)
-            if delta.finish_reason is None and delta.logprobs is None and stream.stop is None:
-                text = stream.feed(token_ids)
+            tokens += 1
+            stream.output_tokens += 1
+            if stream.stop is None:
+                text = stream.feed((token_id,))
                 if text:
                     stream.text_arrived(text)
             else:
-                self._advance(stream, delta)
-            if delta.cached_tokens:
-                stream.cached_tokens = delta.cached_tokens
+                self._advance(stream, Delta(number, [token_id]))
+        for delta in batch.deltas:
+            stream = find(delta.stream)
+            if stream is None:
+                continue
+            tokens += len(delta.token_ids)
+            stream.output_tokens += len(delta.token_ids)
+            stream.cached_tokens += delta.cached_tokens
+            self._advance(stream, delta)
         if tokens and not self._limiter.charge(self._clock(), tokens):
             self._quota_exceeded()
 
     def _advance(self, stream: Stream, delta: Delta) -> None:
-        """Take a delta that ends its stream, may end it, or has more than tokens."""
-        text = stream.feed(delta.token_ids)
-        reason, stop = delta.finish_reason, stream.stop
+        """Take a delta that may end its stream, or has more than one token."""
+        reason, stop, token_ids = delta.finish_reason, stream.stop, delta.token_ids
+        if reason is FinishReason.STOP and token_ids and token_ids[-1] in stream.hidden_token_ids:
+            token_ids = token_ids[:-1]
+        text = stream.feed(token_ids)
         stopped = stop is not None and stop.stopped is not None
         if stopped:
             assert stop is not None

@@ -6,11 +6,13 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
+import msgspec
+
 from seedance.daemon.doors import infer, openai_response
 from seedance.daemon.doors.errors import ApiError, infer_error
 from seedance.daemon.doors.infer import Cancel, InferRequest, InferStream, Rejected
 from seedance.daemon.doors.openai_response import Usage
-from seedance.daemon.protocol.frame import CloseCode, frame_text
+from seedance.daemon.protocol.frame import CloseCode, TextTemplate, frame_text
 from seedance.daemon.protocol.websocket import (
     BinaryReceived,
     Event,
@@ -24,6 +26,7 @@ from seedance.daemon.stream import Sink
 from seedance.engine.request import FinishReason, TokenLogprobs
 
 _log = logging.getLogger(__name__)
+_json = msgspec.json.Encoder().encode
 
 MAX_STREAMS: Final = 256
 """Streams at once on one connection, whatever the tenant's own limit."""
@@ -216,7 +219,7 @@ class InferConnection(WebSocketConnection):
 class _InferAnswer(Answer):
     """One stream of a connection, and its own sink."""
 
-    __slots__ = ("_builder", "_connection", "_id", "_parts", "_positions", "_service")
+    __slots__ = ("_builder", "_connection", "_id", "_parts", "_positions", "_service", "_template")
 
     def __init__(self, connection: InferConnection, service: Service, request: InferRequest) -> None:
         super().__init__()
@@ -224,6 +227,7 @@ class _InferAnswer(Answer):
         self._service = service
         self._id = request.id
         self._builder = InferStream(request.id)
+        self._template = TextTemplate(*self._builder.around_text())
         self._parts: list[str] | None = None if request.streams() else []
         self._positions: list[TokenLogprobs] = []
 
@@ -243,7 +247,7 @@ class _InferAnswer(Answer):
 
     def text_arrived(self, text: str) -> None:
         if self._parts is None:
-            self._connection.send(frame_text(self._builder.delta(text)))
+            self._connection.send(self._template.frame(_json(text)))
         else:
             self._parts.append(text)
 

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
 
 from seedance.daemon.doors import openai_response
 from seedance.daemon.doors.errors import ApiError, openai_error_body, retry_after
 from seedance.daemon.doors.openai_request import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from seedance.daemon.doors.openai_response import ChatStream, Choice, CompletionStream, Usage
 from seedance.daemon.protocol import sse
+from seedance.daemon.protocol.sse import EventTemplate
 from seedance.daemon.service import Answer, Prompt, Service
 from seedance.daemon.stream import Sink
 from seedance.engine.request import FinishReason, TokenLogprobs
 
+_json: Final = msgspec.json.Encoder().encode
+
 
 class Exchange(Protocol):
     """One request's half of an HTTP connection that an answer writes to."""
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the streamed response goes in HTTP chunks."""
 
     def respond(self, status: int, headers: Sequence[tuple[str, str]], body: bytes) -> None:
         """Send a whole response: the last call."""
@@ -31,6 +40,9 @@ class Exchange(Protocol):
 
     def write(self, data: bytes) -> None:
         """Send a piece of the streamed response."""
+
+    def write_framed(self, data: bytes) -> None:
+        """Send a piece of the streamed response that is in HTTP chunks already, where it has to be."""
 
     def end_stream(self) -> None:
         """End the streamed response: the last call."""
@@ -108,23 +120,27 @@ class _OpenAIAnswer(Answer):
 
 
 class _StreamedAnswer(_OpenAIAnswer):
-    __slots__ = ("_builders",)
+    __slots__ = ("_builders", "_sinks")
 
     def __init__(self, service: Service, exchange: Exchange, request: ChatRequest | CompletionRequest) -> None:
         super().__init__(service, exchange, request)
         self._builders: list[ChatStream | CompletionStream] = []
+        self._sinks: list[_EventSink] = []
 
     def sink(self, index: int) -> Sink:
         kind = ChatStream if self._chat else CompletionStream
         builder = kind(self._id, self._model, self._created, index, include_usage=self._request.include_usage())
         self._builders.append(builder)
         self._open += 1
-        return _EventSink(self, self._exchange, builder)
+        sink = _EventSink(self, self._exchange, builder)
+        self._sinks.append(sink)
+        return sink
 
     def started(self) -> None:
         # At once, not with the first token: the client sees that it is being served, and pings can keep it so.
         self._exchange.start_stream(sse.HEADERS)
-        for builder in self._builders:
+        for builder, sink in zip(self._builders, self._sinks, strict=True):
+            sink.started()
             if isinstance(builder, ChatStream):
                 self._exchange.write(builder.role())
 
@@ -148,16 +164,22 @@ class _StreamedAnswer(_OpenAIAnswer):
 class _EventSink:
     """One choice of a streamed answer."""
 
-    __slots__ = ("_answer", "_builder", "_exchange", "_offset")
+    __slots__ = ("_answer", "_builder", "_exchange", "_frame", "_offset")
 
     def __init__(self, answer: _StreamedAnswer, exchange: Exchange, builder: ChatStream | CompletionStream) -> None:
         self._answer = answer
         self._exchange = exchange
         self._builder = builder
         self._offset = 0
+        self._frame: Callable[[bytes], bytes]
+
+    def started(self) -> None:
+        """The response has begun: it is known now how it is framed."""
+        template = EventTemplate(*self._builder.around_text())
+        self._frame = template.chunk if self._exchange.chunked else template.event
 
     def text_arrived(self, text: str) -> None:
-        self._exchange.write(self._builder.delta(text))
+        self._exchange.write_framed(self._frame(_json(text)))
 
     def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
         logprobs = self._answer.format_logprobs(positions, self._offset)

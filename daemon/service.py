@@ -15,6 +15,7 @@ from seedance.daemon.doors.errors import ApiError, api_error, invalid
 from seedance.daemon.doors.openai_request import check_prompt_ids
 from seedance.daemon.doors.parameters import Parameters, refuse_long_text, require_model, sampling
 from seedance.daemon.engine_client import EngineClient
+from seedance.daemon.sampling_defaults import SamplingDefaults
 from seedance.daemon.stop_strings import StopDetokenizer
 from seedance.daemon.stream import Sink, Stream
 from seedance.daemon.tokenizer import Tokenizer
@@ -61,6 +62,7 @@ class Service:
         self._limiter = limiter
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
         self._tokenizer: Tokenizer | None = None
+        self._defaults = SamplingDefaults()
         self._engine_state = EngineState.STARTING
         self._engine_detail = ""
         self.quota = quota
@@ -68,12 +70,15 @@ class Service:
         self.engine: EngineClient
         self.draining = False
 
-    def engine_changed(self, change: EngineChanged, tokenizer: Tokenizer | None) -> None:
-        """Take the engine's news; the tokenizer comes with the model."""
+    def engine_changed(
+        self, change: EngineChanged, tokenizer: Tokenizer | None, defaults: SamplingDefaults | None
+    ) -> None:
+        """Take the engine's news; tokenizer and sampling defaults come with the model."""
         self._engine_state = EngineState(change.state)
         self._engine_detail = change.detail
         if change.model is not None:
             self.model, self._tokenizer = change.model, tokenizer
+            self._defaults = defaults or SamplingDefaults()
 
     def quota_changed(self, quota: Quota) -> None:
         """Use another quota from now on; what runs goes on."""
@@ -165,6 +170,7 @@ class Service:
                     context_tokens=len(token_ids) + room,
                     vocab_size=model.vocab_size,
                     choice=choice,
+                    defaults=self._defaults,
                 )
                 submits.append((token_ids, parameters))
         answer.prompt_tokens = sum(map(len, prompts))  # once for all choices, as OpenAI counts
@@ -177,8 +183,10 @@ class Service:
                 stopping = tokenizer.stop_detokenizer(
                     stop, token_ids, include_stop=include, min_tokens=parameters.min_tokens
                 )
-            detokenizer = stopping or tokenizer.detokenizer(token_ids)
-            answer.streams.append(Stream(answer.sink(index), detokenizer, stopping, len(token_ids)))
+            stream = Stream(answer.sink(index), stopping or tokenizer.detokenizer(token_ids), stopping)
+            if not request.include_stop_str_in_output:
+                stream.hidden_token_ids = parameters.stop_token_ids
+            answer.streams.append(stream)
         for stream, (token_ids, parameters) in zip(answer.streams, submits, strict=True):
             self.engine.submit(stream, token_ids, parameters)
         answer.started()

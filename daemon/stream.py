@@ -28,29 +28,32 @@ class Sink(Protocol):
 
 
 class Stream:
-    """One generation on its way to one sink; `number` is its name on the engine channel."""
+    """One generation on its way to one sink; `number` is its name on the engine channel.
+
+    A token of `hidden_token_ids` that ends the stream counts, but has no text.
+    """
 
     __slots__ = (
         "cached_tokens",
         "detokenizer",
         "feed",
+        "hidden_token_ids",
         "number",
         "output_tokens",
-        "prompt_tokens",
         "sink",
         "stop",
         "text_arrived",
     )
 
-    def __init__(self, sink: Sink, detokenizer: Detokenizer, stop: StopDetokenizer | None, prompt_tokens: int) -> None:
+    def __init__(self, sink: Sink, detokenizer: Detokenizer, stop: StopDetokenizer | None) -> None:
         """`stop` is the detokenizer again when it looks for stop strings."""
         self.number = 0
         self.sink = sink
         self.detokenizer = detokenizer
         self.stop = stop
-        self.prompt_tokens = prompt_tokens
         self.output_tokens = 0
         self.cached_tokens = 0
+        self.hidden_token_ids: tuple[int, ...] = ()
         # Looked up once here instead of once a token.
         self.feed: Callable[[Sequence[int]], str] = detokenizer.feed
         self.text_arrived: Callable[[str], None] = sink.text_arrived

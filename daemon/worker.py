@@ -39,7 +39,6 @@ from seedance.daemon.links import (
     WorkerReport,
     WorkerSettings,
     WorkerStatistics,
-    carried,
 )
 from seedance.daemon.protocol.frame import CloseCode
 from seedance.daemon.protocol.handshake import HandshakeRefused, accept_response_headers
@@ -47,6 +46,7 @@ from seedance.daemon.protocol.head import Limits, Request
 from seedance.daemon.protocol.http import Phase
 from seedance.daemon.ring.driver import Driver
 from seedance.daemon.ring.loop import new_loop
+from seedance.daemon.sampling_defaults import load_sampling_defaults
 from seedance.daemon.service import Service
 from seedance.daemon.tokenizer_cache import tokenizer_of
 from seedance.daemon.doors.errors import ApiError
@@ -210,18 +210,20 @@ class Worker:
         statistics = self._limiter.statistics()
         if statistics != self._told:
             self._told = statistics
-            self._report(LimiterState(carried(self._limiter.snapshot(self._loop.time(), time.time()))))
+            self._report(LimiterState(self._limiter.snapshot(self._loop.time(), time.time())))
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
     def _engine_changed(self, change: EngineChanged) -> None:
-        tokenizer = None
+        tokenizer = defaults = None
         if change.model is not None:
             try:
                 tokenizer = tokenizer_of(change.model)
+                if change.model.tokenizer_dir:
+                    defaults = load_sampling_defaults(change.model.tokenizer_dir)
             except (OSError, ValueError) as exc:
                 _log.error("cannot use the tokenizer of model '%s': %s", change.model.name, exc)
-        self.service.engine_changed(change, tokenizer)
+        self.service.engine_changed(change, tokenizer, defaults)
 
     # -- the supervisor -----------------------------------------------------------------------------------------------
 

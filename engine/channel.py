@@ -7,8 +7,9 @@ read can then bring several messages. Nothing here names a tenant: the superviso
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar
+import array
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -18,11 +19,13 @@ from seedance.errors import RemoteProtocolError
 MAX_MESSAGE_BYTES: Final = 64 << 20
 _HEADER: Final = 4
 
+StreamNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
 
 class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """worker → host: begin a generation; `stream` is the worker's number for it, unique on its channel."""
 
-    stream: int
+    stream: StreamNumber
     prompt_token_ids: list[int]
     sampling: Sampling
 
@@ -33,7 +36,7 @@ class Abort(msgspec.Struct, tag=2, array_like=True, frozen=True):
     streams: list[int]
 
 
-class Delta(msgspec.Struct, array_like=True):
+class Delta(msgspec.Struct, array_like=True, gc=False):
     """One generation's part of a batch; the fields are those of `adapter.Output`, numbered by stream."""
 
     stream: int
@@ -45,9 +48,24 @@ class Delta(msgspec.Struct, array_like=True):
 
 
 class Batch(msgspec.Struct, tag=3, array_like=True):
-    """host → worker: what one engine step (or several, when the worker was slow) brought for this worker."""
+    """host → worker: what one engine step (or several, when the worker was slow) brought for this worker.
+
+    `singles` holds the streams that got one token and nothing else, which are nearly all of nearly every step: pairs
+    of stream and token id, unsigned 32 bits in the machine's order. A stream is in one of the two at most.
+    """
 
     deltas: list[Delta]
+    singles: bytes = b""
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Iterate over `singles`: stream, token id."""
+        flat = memoryview(self.singles).cast("I").tolist()
+        return zip(flat[::2], flat[1::2], strict=True)
+
+
+def pack_singles(flat: Iterable[int]) -> bytes:
+    """Return stream, token id, stream, token id … as `Batch.singles` holds them."""
+    return array.array("I", flat).tobytes()
 
 
 class EngineChanged(msgspec.Struct, tag=4, array_like=True, frozen=True):
@@ -91,26 +109,30 @@ class Receiver(Generic[M]):
     then of no further use.
     """
 
-    __slots__ = ("_buffer", "_decode")
+    __slots__ = ("_buffer", "_decode", "_needed")
 
     def __init__(self, kind: Any) -> None:
         self._buffer = bytearray()
+        self._needed = 0  # length of the buffer at which it holds a whole message; before, it is not looked at
         self._decode: Callable[[Any], M] = msgspec.msgpack.Decoder(kind).decode
 
     def receive_data(self, data: bytes) -> list[M]:
         """Return the messages that `data` completes, in order."""
         if self._buffer:
             self._buffer += data
-            view = memoryview(bytes(self._buffer))
-        else:
-            view = memoryview(data)
+            if len(self._buffer) < self._needed:
+                return []
+            data = bytes(self._buffer)
+        view = memoryview(data)
         messages: list[M] = []
         at, end = 0, len(view)
+        self._needed = 0
         while end - at >= _HEADER:
             length = int.from_bytes(view[at : at + _HEADER], "little")
             if length > MAX_MESSAGE_BYTES:
                 raise RemoteProtocolError(f"cannot take a channel message of {length} bytes", 1009)
             if end - at - _HEADER < length:
+                self._needed = _HEADER + length
                 break
             body = view[at + _HEADER : at + _HEADER + length]
             try:

@@ -66,7 +66,9 @@ def test_health_takes_get_only(run: Run) -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("authorization", ["", "Authorization: Bearer sk-seed-nobody-has-this\r\n", "Authorization: x\r\n"])
+@pytest.mark.parametrize(
+    "authorization", ["", "Authorization: Bearer sk-seed-nobody-has-this\r\n", "Authorization: x\r\n"]
+)
 def test_without_a_known_key_the_answer_is_401(run: Run, authorization: str) -> None:
     async def scenario(harness: Harness) -> None:
         harness.set_tenants("acme")

@@ -11,12 +11,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from support.host import HostProcess, make_settings, running_host
+
 from seedance.engine import host_link
 from seedance.engine.channel import Batch, Delta, Submit, encode
 from seedance.engine.request import FinishReason, Sampling
 from seedance.engine.synthetic import expected_token_ids
 from seedance.engine.synthetic_vocabulary import encode_text
-from support.host import HostProcess, make_settings, running_host
 
 PROMPT = encode_text("tell me of the river")
 FAST = {"tokens_per_s": 500.0, "prompt_tokens_per_s": 0.0}
@@ -124,8 +125,8 @@ async def test_random_aborts_leave_nothing_behind(host: HostProcess) -> None:
             await worker.submit(stream, [*PROMPT, stream % 256], max_tokens=100_000)
         stream += 1
         # Let a random number of steps pass, so that aborts fall before, in and after prefill.
-        seen = len(worker.batches)
-        await worker.wait_for(lambda seen=seen, steps=choice.randrange(3): len(worker.batches) >= seen + steps)
+        wanted = len(worker.batches) + choice.randrange(3)
+        await worker.wait_for(lambda wanted=wanted: len(worker.batches) >= wanted)
         numbers = list(range(first, first + 10))
         choice.shuffle(numbers)
         await worker.abort(*numbers[:4], 999_999)

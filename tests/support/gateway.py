@@ -166,6 +166,7 @@ async def gateway(loop: asyncio.AbstractEventLoop, driver: Driver, **settings: A
     """Run a gateway that has told that it is ready."""
     harness = Harness(loop, driver, settings)
     try:
+        harness.set_tenants()
         ready, _ = await harness.supervisor.next()
         assert isinstance(ready, links.GatewayReady)
         yield harness

@@ -13,6 +13,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
 
+from support.batches import all_deltas
+
 from seedance.engine import host_link
 from seedance.engine.channel import Abort, Batch, EngineChanged, Receiver, Refused, Submit, ToWorker, encode
 from seedance.engine.packets import PacketSocket, pair
@@ -91,7 +93,7 @@ class WorkerEnd:
         self.order.append(message)
         if isinstance(message, Batch):
             self.batches.append(message)
-            for delta in message.deltas:
+            for delta in all_deltas(message):
                 assert delta.stream not in self.finished, "an output came after the last one"
                 self.token_ids[delta.stream] += delta.token_ids
                 if delta.finish_reason is not None:

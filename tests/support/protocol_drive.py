@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from seedance.daemon.protocol import http, websocket
@@ -25,7 +26,7 @@ SMALL_LIMITS = Limits(
 def cut(data: bytes, places: Iterable[int]) -> list[bytes]:
     """Return `data` in pieces, cut at those of `places` that lie inside."""
     at = [0, *sorted({place for place in places if 0 < place < len(data)}), len(data)]
-    return [data[start:end] for start, end in zip(at, at[1:], strict=False)]
+    return [data[start:end] for start, end in itertools.pairwise(at)]
 
 
 def serve(pieces: Sequence[bytes], limits: Limits = SMALL_LIMITS) -> tuple[list[http.Event], bytes, bool]:

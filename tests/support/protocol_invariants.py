@@ -1,15 +1,18 @@
 """What must hold for every input of the protocol objects: the property tests and the fuzz targets check the same.
 
-Against h11, what we accept must mean the same there. HARMLESS names what we accept and h11 refuses, with the reason
-why that is no danger; it is empty, and a new difference fails the test until it is either mended or explained here.
+A head that we accept must mean the same to h11, and llhttp (through httptools) must take it. H11_REFUSES and
+LLHTTP_REFUSES say what we accept and they refuse, each with the reason why that is no danger; a difference that is not
+there fails the test until it is either mended or explained here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from http import HTTPMethod
 from typing import Final
 
 import h11
+import httptools
 from support.protocol_drive import SMALL_LIMITS, converse, cut, read_frames, serve
 
 from seedance.daemon.protocol.frame import Opcode
@@ -18,7 +21,12 @@ from seedance.daemon.protocol.http import ProtocolFailed, RequestReceived
 from seedance.daemon.protocol.websocket import CloseReceived, Failed
 from seedance.errors import RemoteProtocolError
 
-HARMLESS: Final[dict[str, Callable[[bytes], bool]]] = {}
+H11_REFUSES: Final[dict[str, Callable[[Request], bool]]] = {}
+LLHTTP_REFUSES: Final[dict[str, Callable[[Request], bool]]] = {
+    "a method that no list knows: a method says nothing about framing, and the router answers 405": lambda request: (
+        request.method not in HTTPMethod.__members__
+    ),
+}
 
 _H11_BYTES: Final = 1 << 20
 
@@ -36,7 +44,7 @@ def check_http(data: bytes, places: Iterable[int]) -> None:
 
 
 def check_head(data: bytes, limits: Limits = SMALL_LIMITS) -> Request | None:
-    """A head is refused with a status, incomplete, or read as h11 reads it; return it in the last case."""
+    """A head is refused with a status, incomplete, or good to others, too; return it in the last case."""
     try:
         request = parse_head(data, limits)
     except RemoteProtocolError as error:
@@ -44,17 +52,22 @@ def check_head(data: bytes, limits: Limits = SMALL_LIMITS) -> Request | None:
         assert str(error).startswith("cannot ")
         return None
     if request is not None:
-        _compare_head(data[: request.head_bytes], request)
+        _compare_with_h11(data[: request.head_bytes], request)
+        _compare_with_llhttp(data[: request.head_bytes], request)
     return request
 
 
-def _compare_head(head: bytes, request: Request) -> None:
+def _explained(reasons: dict[str, Callable[[Request], bool]], request: Request) -> bool:
+    return any(explains(request) for explains in reasons.values())
+
+
+def _compare_with_h11(head: bytes, request: Request) -> None:
     peer = h11.Connection(h11.SERVER, max_incomplete_event_size=_H11_BYTES)
     peer.receive_data(head)
     try:
         theirs = peer.next_event()
     except h11.RemoteProtocolError:
-        assert any(accepts(head) for accepts in HARMLESS.values()), "we accept a head that h11 refuses"
+        assert _explained(H11_REFUSES, request), "we accept a head that h11 refuses"
         return
     assert isinstance(theirs, h11.Request)
     assert theirs.method.decode("ascii") == request.method
@@ -66,6 +79,33 @@ def _compare_head(head: bytes, request: Request) -> None:
 
 def _as_h11(name: str, value: str) -> bytes:
     return (value.lower() if name == "transfer-encoding" else value).encode("latin-1")
+
+
+class _Head:
+    """What llhttp says of a head, asked where it still knows: it forgets at the end of a message."""
+
+    complete = False
+    keep_alive = False
+    parser: httptools.HttpRequestParser
+
+    def on_headers_complete(self) -> None:
+        self.complete = True
+        self.keep_alive = self.parser.should_keep_alive()
+
+
+def _compare_with_llhttp(head: bytes, request: Request) -> None:
+    theirs = _Head()
+    theirs.parser = httptools.HttpRequestParser(theirs)
+    try:
+        theirs.parser.feed_data(head)
+    except httptools.HttpParserUpgrade:
+        assert request.get("upgrade") is not None
+    except httptools.HttpParserError:
+        theirs.complete = False
+    if not theirs.complete:
+        assert _explained(LLHTTP_REFUSES, request), "we accept a head that llhttp refuses"
+        return
+    assert theirs.keep_alive or not request.keep_alive
 
 
 def check_bodies(data: bytes) -> int:

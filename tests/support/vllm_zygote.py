@@ -31,7 +31,7 @@ def sleep(_: socket.socket, __: control.Launch) -> int:
 
 def be_zygote(control_fd: int, adapter_pid: int) -> None:
     """Serve as `vllm_core` does, less the import."""
-    Zygote(socket.socket(fileno=control_fd), adapter_pid, sleep).serve()
+    Zygote(socket.socket(fileno=control_fd), adapter_pid, sleep, stop_grace_s=0.1).serve()
 
 
 def be_adapter() -> None:

@@ -53,7 +53,7 @@ class _ValidationError(Exception):
     [
         (ValueError("first line\n  second   line"), "ValueError: first line second line"),
         (KeyError(), "KeyError: no reason given"),
-        (_ValidationError("1 validation error for ModelConfig"), "_ValidationError: no such dtype"),
+        (_ValidationError("1 validation error for ModelConfig"), "no such dtype"),
         (EngineDead("there is no model"), "there is no model"),
     ],
 )
@@ -61,10 +61,11 @@ def test_an_exception_in_one_sentence(exc: Exception, text: str) -> None:
     assert one_sentence(exc) == text
 
 
-def test_a_long_reason_is_cut_at_a_word() -> None:
+def test_a_long_reason_is_cut_at_a_sentence_or_else_at_a_word() -> None:
     sentence = one_sentence(RuntimeError("word " * 500))
     assert len(sentence) < 350
     assert sentence.endswith("word …")
+    assert one_sentence(RuntimeError("it is unknown. Known: " + "name, " * 500)) == "RuntimeError: it is unknown."
 
 
 def test_control_messages_keep_their_kind() -> None:

@@ -157,7 +157,8 @@ def test_says_what_is_wrong(data: bytes, reason: str) -> None:
 def test_reads_a_request() -> None:
     data = (
         b"POST /v1/chat%2Fcompletions?a=1&b=%20?x HTTP/1.1\r\n"
-        b"Host: [::1]:8000\r\nAUTHORIZATION:\t Bearer k \t\r\nX-Empty:\r\nX: caf\xe9\r\ncontent-length: 007\r\n\r\n{...}"
+        b"Host: [::1]:8000\r\nAUTHORIZATION:\t Bearer k \t\r\n"
+        b"X-Empty:\r\nX: caf\xe9\r\ncontent-length: 007\r\n\r\n{...}"
     )
     request = parsed(data)
     assert (request.method, request.path, request.query) == ("POST", "/v1/chat%2Fcompletions", "a=1&b=%20?x")

@@ -29,7 +29,7 @@ def read(stream: bytes) -> list[tuple[str, str]]:
 def test_writes_events() -> None:
     assert sse.event(b'{"a":1}') == b'data: {"a":1}\n\n'
     assert sse.event(b"x", id="s-1:7") == b"id: s-1:7\ndata: x\n\n"
-    assert sse.DONE == sse.event(b"[DONE]")
+    assert sse.event(b"[DONE]") == sse.DONE
 
 
 def test_lines_come_back() -> None:

@@ -1,0 +1,73 @@
+# Everything here sets up what it needs, in .venv and (for the C parts of bench and for the VM) by apt.
+# `make help` lists the targets.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PY := .venv/bin/python
+SETUP := packaging/setup.sh
+
+export ENGINE MODEL PORT STATE
+
+.PHONY: help
+help: ## This list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
+
+.PHONY: run
+run: ## Serve a model: ENGINE=vllm|synthetic MODEL=hub-name|path|file.gguf PORT=8000 STATE=dir
+	@packaging/run.sh
+
+# --- tests --------------------------------------------------------------------------------------------------------
+
+# LAYERS="unit component" runs these alone; EXPECT="vm e2e" fails when one of these was skipped.
+.PHONY: test
+test: ## All test layers, in order, up to the first that fails: LAYERS="..." EXPECT="..."
+	@$(SETUP) base dev
+	@$(PY) tests/layers.py --expect "$(EXPECT)" $(LAYERS)
+
+.PHONY: lint
+lint: ## Formatting, ruff, mypy
+	@$(SETUP) base dev
+	@$(PY) tests/layers.py lint
+
+.PHONY: format
+format: ## Put the code into the form that lint asks for
+	@$(SETUP) base dev
+	@.venv/bin/ruff check --fix-only --quiet . && .venv/bin/ruff format --quiet .
+
+.PHONY: test-vm
+test-vm: ## The ring and the wheels on a baseline processor under QEMU: KERNEL=package
+	@$(SETUP) base dev vm
+	@$(PY) tests/vm/run.py $(if $(KERNEL),--kernel $(KERNEL))
+
+AUTOBAHN := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/seedance/autobahn
+
+.PHONY: test-autobahn
+test-autobahn: ## The Autobahn WebSocket suite against the worker's echo route: CASES="1.* 9.1.1"
+	@$(SETUP) base dev
+	@packaging/install_autobahn.sh $(AUTOBAHN)
+	@$(PY) tests/autobahn/serve.py --wstest $(AUTOBAHN)/wstest --output build/autobahn \
+		$(if $(CASES),--cases $(CASES))
+
+# --- packaging ----------------------------------------------------------------------------------------------------
+
+# By way of the sdist: a wheel built straight from the checkout would also hold what a stale build/ still has.
+.PHONY: wheel
+wheel: ## dist/seedance-*.whl
+	@$(SETUP) base dev
+	@rm -rf dist
+	@$(PY) -m build --outdir dist . >build-wheel.log 2>&1 || { cat build-wheel.log; rm build-wheel.log; exit 1; }
+	@rm -f build-wheel.log; ls dist/*.whl
+
+.PHONY: clean
+clean: ## Remove what was built here; .venv stays
+	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+.PHONY: distclean
+distclean: clean ## Remove .venv too
+	@rm -rf .venv
+
+-include bench/bench.mk

@@ -1,0 +1,29 @@
+# Comparisons with other servers; included by the Makefile of the project. See bench/README.md.
+
+BENCH_BUILD := build/bench
+BENCH_CFLAGS := -O2 -g -Wall -Wextra -Werror
+BENCH_ENV := PYTHONPATH=src:tests
+
+$(BENCH_BUILD):
+	@mkdir -p $@
+
+$(BENCH_BUILD)/fanout_uring: bench/fanout_uring.c bench/load.c bench/load.h | $(BENCH_BUILD)
+	$(CC) $(BENCH_CFLAGS) -o $@ bench/fanout_uring.c bench/load.c -luring
+
+$(BENCH_BUILD)/%: bench/%.c bench/load.c bench/load.h | $(BENCH_BUILD)
+	$(CC) $(BENCH_CFLAGS) -o $@ $< bench/load.c
+
+.PHONY: bench-programs
+bench-programs: $(addprefix $(BENCH_BUILD)/,fanout_uring fanout_client sse_client)
+
+.PHONY: bench-fanout
+bench-fanout: ## Messages/s beside a C bound and Python servers; last line JSON: BENCH_ARGS="--rounds 3"
+	@$(SETUP) base bench
+	@$(MAKE) bench-programs >&2
+	@$(BENCH_ENV) $(PY) -m bench.fanout $(BENCH_ARGS)
+
+.PHONY: bench-frontend
+bench-frontend: ## CPU time per token beside vLLM's own server; last line JSON: BENCH_ARGS="--rounds 3"
+	@$(SETUP) base bench engine
+	@$(MAKE) bench-programs >&2
+	@$(BENCH_ENV) $(PY) -m bench.frontend $(BENCH_ARGS)

@@ -1,0 +1,229 @@
+/*
+ * The bound of the fan-out comparison: what C and liburing reach with the same sends and nothing around them.
+ *
+ * Every step sends each connection a different binary frame, header and payload copied into a buffer as a server
+ * must, in chunks of 256 sends per io_uring_enter. The sends are MSG_WAITALL | MSG_DONTWAIT with
+ * IOSQE_CQE_SKIP_SUCCESS: a whole send posts no completion, a partial or refused one does (Linux 6.1), and the rest
+ * of such a frame is sent before the next step, so that no stream ever lacks a byte. Steps follow each other as soon
+ * as the sends of the last are done. Nothing is received once the connections are upgraded.
+ *
+ *   fanout_uring --payloads FILE --connections N      listening PORT, then ready once N connections are upgraded
+ *
+ * Commands on standard input, each answered by one line:
+ *
+ *   steps K               stepped START_NS END_NS PARTIAL_SENDS
+ *   pace K PERIOD FILE    the same, one step every PERIOD ns; FILE gets the start times as native u64
+ *
+ * The file of payloads holds, for each, a length byte and the bytes; step s sends connection i payload i + 7919 s.
+ */
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <getopt.h>
+#include <liburing.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "load.h"
+
+#define CHUNK 256
+#define STRIDE 7919
+#define FRAME_ROOM 128
+
+/* The answer to the example key of RFC 6455, section 1.3, the only key that the load client sends. */
+static const char upgraded[] = "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+			       "Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n";
+
+static struct io_uring ring;
+static int *fds;
+static size_t connections;
+static const uint8_t **payloads; /* each begins with its length */
+static size_t payload_count;
+static uint8_t frames[CHUNK][FRAME_ROOM];
+static uint64_t partial_sends;
+
+static void load_payloads(const char *path)
+{
+	size_t size;
+	uint8_t *data = read_file(path, &size);
+
+	for (size_t at = 0; at < size; at += 1 + data[at]) {
+		if (data[at] > 125 || at + 1 + data[at] > size)
+			die("cannot use '%s': a payload of %u bytes at %zu", path, data[at], at);
+		payloads = realloc(payloads, (payload_count + 1) * sizeof *payloads);
+		payloads[payload_count++] = data + at;
+	}
+	if (!payload_count)
+		die("cannot use '%s': it is empty", path);
+}
+
+static int listen_on_loopback(void)
+{
+	struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+	socklen_t size = sizeof address;
+	int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), one = 1;
+
+	/* Inherited by what is accepted. */
+	setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+	if (bind(fd, (struct sockaddr *)&address, sizeof address) < 0 || listen(fd, 4096) < 0)
+		die("cannot listen: %s", strerror(errno));
+	getsockname(fd, (struct sockaddr *)&address, &size);
+	printf("listening %u\n", ntohs(address.sin_port));
+	fflush(stdout);
+	return fd;
+}
+
+static void upgrade(int fd)
+{
+	char head[8192];
+	size_t used = 0;
+
+	do {
+		ssize_t got = recv(fd, head + used, sizeof head - 1 - used, 0);
+
+		if (got <= 0)
+			die("cannot read a request: %s", got ? strerror(errno) : "it is cut");
+		used += (size_t)got;
+		head[used] = 0;
+	} while (!strstr(head, "\r\n\r\n"));
+	send_all(fd, upgraded, sizeof upgraded - 1);
+}
+
+static void accept_all(void)
+{
+	int listener = listen_on_loopback();
+
+	for (size_t i = 0; i < connections; i++) {
+		fds[i] = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+		if (fds[i] < 0)
+			die("cannot accept: %s", strerror(errno));
+		upgrade(fds[i]);
+	}
+	close(listener);
+	puts("ready");
+	fflush(stdout);
+}
+
+static void reap(const size_t *lengths)
+{
+	struct io_uring_cqe *cqe;
+	unsigned head, count = 0;
+
+	io_uring_for_each_cqe(&ring, head, cqe) {
+		size_t slot = cqe->user_data % CHUNK, i = cqe->user_data;
+		size_t sent = cqe->res > 0 ? (size_t)cqe->res : 0;
+
+		if (cqe->res < 0 && cqe->res != -EAGAIN)
+			die("cannot send to connection %zu: %s", i, strerror(-cqe->res));
+		partial_sends++;
+		send_all(fds[i], frames[slot] + sent, lengths[slot] - sent);
+		count++;
+	}
+	io_uring_cq_advance(&ring, count);
+}
+
+static void step(uint64_t number)
+{
+	size_t lengths[CHUNK];
+
+	for (size_t i = 0; i < connections; i++) {
+		const uint8_t *payload = payloads[(i + number * STRIDE) % payload_count];
+		size_t slot = i % CHUNK;
+		struct io_uring_sqe *sqe = io_uring_get_sqe(&ring);
+
+		frames[slot][0] = 0x82;
+		memcpy(frames[slot] + 1, payload, 1 + payload[0]);
+		lengths[slot] = 2 + payload[0];
+		io_uring_prep_send(sqe, fds[i], frames[slot], lengths[slot],
+				   MSG_NOSIGNAL | MSG_WAITALL | MSG_DONTWAIT);
+		sqe->flags |= IOSQE_CQE_SKIP_SUCCESS;
+		sqe->user_data = i;
+		if (slot == CHUNK - 1 || i == connections - 1) {
+			int done = io_uring_submit_and_get_events(&ring);
+
+			if (done < 0)
+				die("cannot submit: %s", strerror(-done));
+			reap(lengths);
+		}
+	}
+}
+
+static void sleep_until(uint64_t at_ns)
+{
+	struct timespec at = {(time_t)(at_ns / 1000000000), (long)(at_ns % 1000000000)};
+
+	while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &at, NULL))
+		;
+}
+
+static void run(uint64_t steps, uint64_t period_ns, const char *starts_path)
+{
+	static uint64_t number;
+	uint64_t *starts = calloc(steps, sizeof *starts), begin = now_ns();
+	FILE *file;
+
+	partial_sends = 0;
+	for (uint64_t k = 0; k < steps; k++) {
+		if (period_ns)
+			sleep_until(begin + k * period_ns);
+		starts[k] = now_ns();
+		step(number++);
+	}
+	if (starts_path) {
+		file = fopen(starts_path, "wb");
+		if (!file || fwrite(starts, sizeof *starts, steps, file) != steps || fclose(file))
+			die("cannot write '%s': %s", starts_path, strerror(errno));
+	}
+	printf("stepped %llu %llu %llu\n", (unsigned long long)starts[0], (unsigned long long)now_ns(),
+	       (unsigned long long)partial_sends);
+	fflush(stdout);
+	free(starts);
+}
+
+static void obey_all(void)
+{
+	char line[1024], path[512];
+	unsigned long long steps, period;
+
+	while (fgets(line, sizeof line, stdin)) {
+		if (sscanf(line, "steps %llu", &steps) == 1 && steps)
+			run(steps, 0, NULL);
+		else if (sscanf(line, "pace %llu %llu %511s", &steps, &period, path) == 3 && steps)
+			run(steps, period, path);
+		else
+			die("cannot obey \"%s\"", line);
+	}
+}
+
+int main(int argc, char **argv)
+{
+	static const struct option options[] = {
+		{"payloads", required_argument, 0, 'p'}, {"connections", required_argument, 0, 'c'}, {0}};
+	int option, error;
+
+	while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {
+		if (option == 'p')
+			load_payloads(optarg);
+		else if (option == 'c')
+			connections = strtoul(optarg, NULL, 10);
+		else
+			die("usage: fanout_uring --payloads FILE --connections N");
+	}
+	if (!payload_count || !connections)
+		die("usage: fanout_uring --payloads FILE --connections N");
+	fds = calloc(connections, sizeof *fds);
+	error = io_uring_queue_init(2 * CHUNK, &ring, IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN);
+	if (error)
+		die("cannot set up io_uring: %s", strerror(-error));
+	accept_all();
+	obey_all();
+	return 0;
+}

@@ -1,0 +1,156 @@
+"""The JSON WebSocket door: messages of `/v2/infer`, subprotocol `seedance.json.v1`, one JSON text a message.
+
+A client asks with a model, a prompt or messages, and the parameters that the OpenAI door has; it gets deltas and one
+last message. With an `id` of its own choice in each request, one connection carries several streams at once, and
+`{"cancel": id}` ends one; without ids there is one stream at a time, and `{"cancel": null}` ends it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from seedance.daemon.doors.errors import ApiError, infer_error, invalid
+from seedance.daemon.doors.messages import Messages, check_messages, template_messages
+from seedance.daemon.doors.openai_response import Usage
+from seedance.daemon.doors.parameters import MAX_LOGPROBS, Parameters, TokenId, check, decode
+from seedance.engine.request import FinishReason
+
+SUBPROTOCOL: Final = "seedance.json.v1"
+MAX_ID_CHARACTERS: Final = 128
+
+StreamId = Annotated[str, Meta(max_length=MAX_ID_CHARACTERS)]
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class InferRequest(Parameters, kw_only=True):
+    """A request for one stream: exactly one of `prompt` (a text or token ids) and `messages`.
+
+    Without `model`, the one that is served. `stream` is on unless it is false. `logprobs` is the number of
+    alternatives at each position.
+    """
+
+    id: StreamId | None = None
+    model: str | None = None
+    prompt: str | Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    messages: Messages | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+
+    def wanted_logprobs(self) -> int | None:
+        """Return the number of alternatives; 0 is on."""
+        return self.logprobs
+
+    def streams(self) -> bool:
+        """Return whether the text shall come in parts."""
+        return self.stream is not False
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """Return the conversation as a chat template reads it. Raises ApiError on tool arguments that are no JSON."""
+        return template_messages(self.messages or [])
+
+    def template_variables(self) -> dict[str, Any]:
+        """Return what else the client tells the chat template."""
+        return dict(self.chat_template_kwargs or {})
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """The client wants no more of this stream; None names the stream without an id."""
+
+    id: str | None
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """A message that cannot be served; `message()` is the answer. `id` is the client's, as far as it was readable."""
+
+    id: str | None
+    error: ApiError
+
+    def message(self) -> bytes:
+        """Return the answer as JSON."""
+        return infer_error(self.error, self.id)
+
+
+class _Envelope(msgspec.Struct):
+    id: StreamId | None = None
+    cancel: StreamId | UnsetType | None = UNSET
+
+
+_envelope: Final = msgspec.json.Decoder(_Envelope)
+_request: Final = msgspec.json.Decoder(InferRequest)
+
+
+def parse(data: bytes | str) -> InferRequest | Cancel | Rejected:
+    """Return what one WebSocket message asks for; never raises."""
+    stream_id: str | None = None
+    try:
+        envelope = decode(_envelope, data)
+        stream_id = envelope.id
+        if envelope.cancel is not UNSET:
+            return Cancel(envelope.cancel)
+        request = decode(_request, data)
+        _check(request)
+    except ApiError as error:
+        return Rejected(stream_id, error)
+    return request
+
+
+class InferStream:
+    """The messages of one stream to the client; made once, with the constant bytes around a delta's text."""
+
+    __slots__ = ("_head", "_id", "_tail")
+
+    def __init__(self, stream_id: str | None = None) -> None:
+        self._id = stream_id
+        self._head = b'{"delta":' if stream_id is None else b'{"id":' + _encode(stream_id) + b',"delta":'
+        self._tail = b"}"
+
+    def delta(self, text: str) -> bytes:
+        """Return the message for more text."""
+        return b"".join((self._head, _encode(text), self._tail))
+
+    def around_text(self) -> tuple[bytes, bytes]:
+        """Return what stands before and after the text, as a JSON string, in a delta."""
+        return self._head, self._tail
+
+    def delta_logprobs(self, text: str, logprobs: dict[str, Any]) -> bytes:
+        """Return the message for more text with log probabilities, made by `openai_response.chat_logprobs`."""
+        return self._message({"delta": text, "logprobs": logprobs["content"]})
+
+    def finish(self, finish_reason: FinishReason | str, usage: Usage) -> bytes:
+        """Return the last message of a stream."""
+        return self._message({"finish_reason": finish_reason, "usage": usage.as_json()})
+
+    def whole(
+        self, text: str, finish_reason: FinishReason | str, usage: Usage, logprobs: dict[str, Any] | None = None
+    ) -> bytes:
+        """Return the only message of a request with `"stream": false`."""
+        fields: dict[str, Any] = {"text": text}
+        if logprobs is not None:
+            fields["logprobs"] = logprobs["content"]
+        return self._message({**fields, "finish_reason": finish_reason, "usage": usage.as_json()})
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the message that ends the stream with an error."""
+        return infer_error(error, self._id)
+
+    def _message(self, fields: dict[str, Any]) -> bytes:
+        return _encode(fields if self._id is None else {"id": self._id, **fields})
+
+
+def _check(request: InferRequest) -> None:
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("cannot serve the request: send either 'prompt' or 'messages'", "prompt")
+    if request.stream is None and request.stream_options is not None:
+        request.stream = True
+    check(request)
+    if request.choices() != 1:
+        raise invalid("cannot use 'n': this door makes one text a request; send several requests with ids", "n")
+    if request.tools:
+        raise invalid("cannot use 'tools': tool calls are not supported here; leave it out", "tools")
+    if request.messages is not None:
+        check_messages(request.messages)

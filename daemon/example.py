@@ -1,0 +1,114 @@
+"""`seedancectl init`: a folder with a configuration and two tenants, ready to run without any privilege."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from seedance.daemon.hints import KEY_PREFIX, KEYS_FILE
+from seedance.daemon.keys import hash_key, new_key
+
+CONFIG_FILE: Final = "seedanced.toml"
+
+_CONFIG: Final = """\
+# seedanced's configuration; paths are relative to this file.
+
+[listen]
+tcp = ["127.0.0.1:{port}"]
+
+[paths]
+state = "state"
+run = "run"
+tenants = "tenants.d"
+
+[engine]
+{engine}
+"""
+
+_TENANTS: Final = {
+    "acme": """\
+# The tenant "acme": a big customer.
+keys = ["{key_hash}"]
+class = "gold"
+
+[tokens]
+streams = 64
+
+[requests]
+per_minute = 600
+""",
+    "globex": """\
+# The tenant "globex": a small one.
+keys = ["{key_hash}"]
+class = "silver"
+
+[tokens]
+streams = 16
+per_second = 2000
+
+[requests]
+per_minute = 120
+""",
+}
+
+
+def _engine(kind: str, model: str, name: str) -> str:
+    lines = [f'kind = "{kind}"']
+    if model:
+        lines.append(f"model = {_quoted(model)}")
+    if name:
+        lines.append(f"name = {_quoted(name)}")
+    return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    """Return a text as a TOML basic string."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def create(directory: Path, *, engine: str, model: str = "", name: str = "", port: int = 8000) -> list[Path]:
+    """Write what is missing of the example into a folder; returns the files written. Raises OSError.
+
+    The configuration is written anew when what is asked for differs; tenants and their keys stay.
+    """
+    written = []
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    tenants = directory / "tenants.d"
+    tenants.mkdir(mode=0o700, exist_ok=True)
+    config = _CONFIG.format(port=port, engine=_engine(engine, model, name))
+    if _write(directory / CONFIG_FILE, config, replace=True):
+        written.append(directory / CONFIG_FILE)
+    keys = {}
+    for tenant, text in _TENANTS.items():
+        path = tenants / f"{tenant}.toml"
+        key = new_key()
+        if _write(path, text.format(key_hash=hash_key(key)), replace=False):
+            keys[tenant] = key
+            written.append(path)
+    if keys:
+        _add_keys(directory / KEYS_FILE, keys)
+        written.append(directory / KEYS_FILE)
+    return written
+
+
+def _write(path: Path, text: str, *, replace: bool) -> bool:
+    """Write a file that only its owner can read; returns whether there was anything to write."""
+    if path.exists() and (not replace or path.read_text(encoding="utf-8") == text):
+        return False
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    with open(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+    new.replace(path)
+    return True
+
+
+def _add_keys(path: Path, keys: dict[str, str]) -> None:
+    """Put tenants' keys into a file that a shell can read; keys of other tenants stay."""
+    names = {KEY_PREFIX + tenant.upper().replace("-", "_"): key for tenant, key in keys.items()}
+    old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = [line for line in old if line.partition("=")[0] not in names]
+    lines += [f"{name}={key}" for name, key in names.items()]
+    _write(path, "\n".join(lines) + "\n", replace=True)

@@ -1,0 +1,290 @@
+"""The supervisor's children and all that is said to them: engine host, zygote, gateway, and through these the workers.
+
+Each can die without the others: listening sockets and handover links are held in this process, workers outlive the
+zygote, and a new engine host gets a new channel to every worker. A child that comes back is told everything again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from seedance.daemon import control
+from seedance.daemon.children import Child, Reaper, Survey
+from seedance.daemon.config import Config
+from seedance.daemon.links import (
+    GATEWAY_ORDERS,
+    GATEWAY_REPORTS,
+    LINK_FD,
+    ZYGOTE_ORDERS,
+    ZYGOTE_REPORTS,
+    EngineStatus,
+    Exited,
+    GatewayOrder,
+    GatewayReady,
+    GatewaySettings,
+    GatewayStatistics,
+    Preload,
+    Query,
+    Spawned,
+    SpawnFailed,
+    StopAccepting,
+    Tenants,
+    WorkerFailed,
+    WorkerSettings,
+    ZygoteOrder,
+)
+from seedance.daemon.secret import cache_salt
+from seedance.daemon.sockets import Listeners
+from seedance.daemon.tenants import TenantTable
+from seedance.daemon.workers import Workers
+from seedance.engine.adapter import EngineState, EngineStatistics
+from seedance.engine.host_link import (
+    FROM_HOST,
+    TO_HOST,
+    EngineChanged,
+    QueryStatistics,
+    StartEngine,
+    Statistics,
+    ToHost,
+)
+from seedance.engine.request import TenantContext
+from seedance.qos.limiter import LimiterSnapshot
+from seedance.qos.quota import Quota
+
+_log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS: Final = 100_000
+MAX_GREETING: Final = 1024
+MAX_WAITING: Final = 1024
+
+_DRAIN_S: Final = 1.0
+_CHILD_GRACE_S: Final = 1.0
+_ENGINE_GRACE_S: Final = 5.0
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How the daemon was started: what is not in its configuration file."""
+
+    log_level: str = "info"
+    test_echo: bool = False
+
+
+class Processes:
+    """All processes but this one. `changed` is called when the engine or the gateway has changed its state.
+
+    `engine` is what the engine host last said; `gateway_report` what the gateway did, with `marks_off` the reason why
+    sockets are not marked, or "".
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        options: Options,
+        listeners: Listeners,
+        tenants: TenantTable,
+        secret: bytes,
+        changed: Callable[[], None],
+    ) -> None:
+        self.engine = EngineChanged(EngineState.STARTING, "", None)
+        self.engine_statistics: EngineStatistics | None = None
+        self.gateway_report = control.GatewayReport(driver="")
+        self.gateway_is_ready = False
+        self.marks_off = ""
+        self._config = config
+        self._options = options
+        self._listeners = listeners
+        self._tenants = tenants
+        self._secret = secret
+        self._changed = changed
+        self._wanted: set[str] = set()  # tenants that need a worker as soon as there is a zygote
+        self._query = 0
+        self._survey = Survey()
+        self._reaper = Reaper(asyncio.get_running_loop())
+        self.workers = Workers(self, self._reaper)
+        host = ["seedance.engine.host", "--control-fd", str(LINK_FD)]
+        zygote, gateway = (["seedance.daemon." + name, options.log_level] for name in ("zygote", "gateway"))
+        self._host = Child("engine host", host, self._reaper, self._host_told, self._host_started, self._host_ended)
+        self._zygote = Child("zygote", zygote, self._reaper, self._zygote_told, self._zygote_started, lambda _: None)
+        self._gateway = Child(
+            "gateway", gateway, self._reaper, self._gateway_told, self._gateway_started, self._gateway_ended
+        )
+        self.children = (self._gateway, self._zygote, self._host)
+
+    def start(self) -> None:
+        """Start all children. Raises OSError."""
+        for child in self.children:
+            child.start()
+
+    async def stop(self) -> None:
+        """End everything, in the order in which requests flow; returns when no process is left."""
+        if self._gateway.is_running:
+            self.to_gateway(StopAccepting())
+        self._gateway.let_end()
+        await asyncio.gather(self.workers.stop(_DRAIN_S), self._gateway.wait_gone(_CHILD_GRACE_S))
+        await asyncio.gather(
+            self._gateway.stop(_CHILD_GRACE_S), self._zygote.stop(_CHILD_GRACE_S), self._host.stop(_ENGINE_GRACE_S)
+        )
+        self._reaper.reap()
+        self._reaper.close()
+
+    async def survey(self) -> None:
+        """Ask all processes how they are; `gateway_report`, `engine_statistics` and `workers` then know."""
+        self.engine_statistics = None
+        if self.gateway_is_ready:
+            self._survey.ask("gateway")
+            self.to_gateway(Query())
+        if self.engine.state == EngineState.READY:
+            self._survey.ask("engine host")
+            self._query += 1
+            self.to_host(QueryStatistics(self._query))
+        self.workers.query(self._survey)
+        await self._survey.wait()
+
+    def tell_tenants(self) -> None:
+        """Tell the gateway who is a tenant and by which keys."""
+        for entries, last in self._tenants.pieces():
+            self.to_gateway(Tenants(entries, last))
+
+    # what the processes are told (`workers.Neighbours`)
+
+    def to_gateway(self, order: GatewayOrder, *fds: int) -> None:
+        """See `workers.Neighbours`."""
+        self._gateway.send(GATEWAY_ORDERS.encode(order), fds)
+
+    def to_zygote(self, order: ZygoteOrder, *fds: int) -> None:
+        """See `workers.Neighbours`."""
+        self._zygote.send(ZYGOTE_ORDERS.encode(order), fds)
+
+    def to_host(self, order: ToHost, *fds: int) -> None:
+        """See `workers.Neighbours`."""
+        self._host.send(TO_HOST.encode(order), fds)
+
+    def worker_wanted(self, tenant: str) -> None:
+        """See `workers.Neighbours`."""
+        quota = self._tenants.quotas.get(tenant)
+        if quota is None:
+            self.to_gateway(WorkerFailed(tenant, "it is no tenant any more"))
+        elif self._zygote.is_linked:
+            self.workers.wanted(quota)
+        else:
+            self._wanted.add(tenant)
+
+    def tenant_context(self, quota: Quota) -> TenantContext:
+        """See `workers.Neighbours`."""
+        salt = cache_salt(self._secret, quota.tenant)
+        return TenantContext(name=quota.tenant, scheduling_class=quota.scheduling_class, cache_salt=salt)
+
+    def worker_settings(self, quota: Quota, limiter: LimiterSnapshot | None) -> WorkerSettings:
+        """See `workers.Neighbours`."""
+        return WorkerSettings(
+            quota=quota,
+            worker=self._config.worker,
+            http=self._config.http,
+            log_level=self._options.log_level,
+            limiter=limiter,
+            test_echo=self._options.test_echo,
+        )
+
+    # the engine host
+
+    def _host_started(self) -> None:
+        self.engine = EngineChanged(EngineState.STARTING, "", None)
+        run_dir = os.path.join(self._config.paths.run, "engine")
+        os.makedirs(run_dir, mode=0o700, exist_ok=True)
+        self.to_host(StartEngine(msgspec.structs.replace(self._config.engine, run_dir=run_dir)))
+        self.workers.host_started(self._tenants.quotas)
+
+    def _host_ended(self, how: str) -> None:
+        self.engine = EngineChanged(EngineState.DEAD, f"the engine host {how}", None)
+        self._tell_engine()
+
+    def _host_told(self, data: bytes, fds: list[int]) -> None:
+        _close_all(fds)
+        message = FROM_HOST.decode(data)
+        if isinstance(message, EngineChanged):
+            self.engine = message
+            self._preload()
+            self._tell_engine()
+        elif isinstance(message, Statistics):
+            self.engine_statistics = message.engine
+            self._survey.answered("engine host")
+        else:
+            _log.debug("engine channel %d closed: %s", message.channel, message.reason)
+
+    def _tell_engine(self) -> None:
+        self.to_gateway(EngineStatus(self.engine.state, self.engine.detail))
+        self._changed()
+
+    # the zygote and the workers
+
+    def _zygote_started(self) -> None:
+        self._preload()
+        wanted, self._wanted = self._wanted, set()
+        for tenant in wanted:
+            self.worker_wanted(tenant)
+
+    def _preload(self) -> None:
+        """Have the zygote load the model's tokenizer: when there is a model, and when there is a new zygote."""
+        if self.engine.model is not None:
+            self.to_zygote(Preload(self.engine.model))
+
+    def _zygote_told(self, data: bytes, fds: list[int]) -> None:
+        message = ZYGOTE_REPORTS.decode(data)
+        if isinstance(message, Spawned) and len(fds) == 1:
+            self.workers.spawned(message, fds[0])
+            return
+        _close_all(fds)
+        if isinstance(message, Exited):
+            self.workers.exited(message)
+        elif isinstance(message, SpawnFailed):
+            self.workers.spawn_failed(message)
+
+    # the gateway
+
+    def _gateway_started(self) -> None:
+        config = self._config
+        settings = GatewaySettings(
+            listeners=self._listeners.names,
+            io=config.worker.io,
+            head_timeout_s=config.http.head_timeout_s,
+            keep_alive_s=config.http.idle_timeout_s,
+            max_head_bytes=config.worker.max_head_bytes,
+            max_connections=MAX_CONNECTIONS,
+            max_greeting=MAX_GREETING,
+            max_waiting=MAX_WAITING,
+        )
+        self.to_gateway(settings, *(sock.fileno() for sock in self._listeners.sockets))
+        self.tell_tenants()
+        self.to_gateway(EngineStatus(self.engine.state, self.engine.detail))
+        self.workers.gateway_started()
+
+    def _gateway_ended(self, _: str) -> None:
+        self.gateway_is_ready = False
+
+    def _gateway_told(self, data: bytes, fds: list[int]) -> None:
+        _close_all(fds)
+        message = GATEWAY_REPORTS.decode(data)
+        if isinstance(message, GatewayReady):
+            self.gateway_is_ready = True
+            self.gateway_report = control.GatewayReport(driver=message.driver)
+            self.marks_off = message.marks_off
+            if message.marks_off:
+                _log.warning("network marks are off (%s): no network limit can be applied, ignoring", message.marks_off)
+            self._changed()
+        elif isinstance(message, GatewayStatistics):
+            counted = msgspec.structs.asdict(message)
+            self.gateway_report = control.GatewayReport(driver=self.gateway_report.driver, **counted)
+            self._survey.answered("gateway")
+        else:
+            self.worker_wanted(message.tenant)
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

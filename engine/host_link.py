@@ -1,0 +1,91 @@
+"""The control link between the supervisor and an engine host: its messages, one packet each."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from seedance.engine.adapter import EngineStatistics
+from seedance.engine.packets import Codec
+from seedance.engine.request import ModelInfo, TenantContext
+from seedance.engine.settings import EngineSettings
+
+
+class StartEngine(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """supervisor → host: bring this engine up and keep it up; sent once."""
+
+    settings: EngineSettings
+
+
+class Attach(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """supervisor → host, with one descriptor: the host's end of a Unix stream socket to a worker of this tenant.
+
+    `channel` is the supervisor's number for it, unique while the channel lives.
+    """
+
+    channel: int
+    tenant: TenantContext
+
+
+class Detach(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """supervisor → host: close a channel and end its generations; unknown numbers are ignored."""
+
+    channel: int
+
+
+class QueryStatistics(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    """supervisor → host: answer with Statistics of the same `query` number."""
+
+    query: int
+
+
+class Stop(msgspec.Struct, tag=5, array_like=True, frozen=True):
+    """supervisor → host: end the engine and exit; closing the link means the same."""
+
+
+class EngineChanged(msgspec.Struct, tag=6, array_like=True, frozen=True):
+    """host → supervisor: the engine's state (a value of EngineState), and the model while it is ready."""
+
+    state: str
+    detail: str
+    model: ModelInfo | None
+
+
+class ChannelClosed(msgspec.Struct, tag=7, array_like=True, frozen=True):
+    """host → supervisor: the worker's end of a channel went away or sent what is no message; not after Detach."""
+
+    channel: int
+    reason: str
+
+
+class ChannelStatistics(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """One channel: running generations, what its worker has not taken yet, and counters since it was attached.
+
+    `batches` counts messages with outputs, `sends` the system calls that carried them and everything else.
+    """
+
+    channel: int
+    tenant: str
+    open_streams: int
+    backlog_bytes: int
+    backlog_tokens: int
+    tokens: int
+    batches: int
+    sends: int
+
+
+class Statistics(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    """host → supervisor: the engine, every channel, and the processor time that the host itself has used."""
+
+    query: int
+    engine: EngineStatistics
+    channels: list[ChannelStatistics]
+    cpu_s: float
+
+
+ToHost = StartEngine | Attach | Detach | QueryStatistics | Stop
+FromHost = EngineChanged | ChannelClosed | Statistics
+
+TO_HOST: Final[Codec[ToHost]] = Codec(ToHost)
+FROM_HOST: Final[Codec[FromHost]] = Codec(FromHost)

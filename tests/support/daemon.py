@@ -1,0 +1,191 @@
+"""A real seedanced with all its processes and the synthetic engine, in a folder of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from seedance.daemon import control
+from seedance.daemon.client import Client
+from seedance.daemon.keys import hash_key, new_key
+
+TIMEOUT_S = 30.0
+_MARK = "SEEDANCE_TEST_DAEMON"
+
+CONFIG = """
+[listen]
+tcp = ["127.0.0.1:0"]
+unix = "http.sock"
+[paths]
+state = "state"
+run = "run"
+tenants = "tenants.d"
+[engine]
+kind = "synthetic"
+[engine.synthetic]
+tokens_per_s = 200
+[worker]
+idle_timeout = "{idle_timeout}"
+io = "{io}"
+"""
+
+
+class Daemon:
+    """The daemon; `keys` are those of its tenants."""
+
+    def __init__(self, folder: Path, *, io: str = "auto", idle_timeout: str = "5min") -> None:
+        self.folder = folder
+        self.config = folder / "seedanced.toml"
+        self.keys: dict[str, str] = {}
+        self.log = folder / "log"
+        self._mark = uuid.uuid4().hex
+        self._process: subprocess.Popen[bytes] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tenants.d").mkdir()
+        self.config.write_text(CONFIG.format(io=io, idle_timeout=idle_timeout))
+
+    def add_tenant(self, name: str, limits: str = "") -> None:
+        """Write a tenant's file; a running daemon learns of it by a reload."""
+        self.keys.setdefault(name, new_key())
+        self.tenant_file(name).write_text(f'keys = ["{hash_key(self.keys[name])}"]\n{limits}')
+
+    def tenant_file(self, name: str) -> Path:
+        return self.folder / "tenants.d" / f"{name}.toml"
+
+    def start(self) -> float:
+        """Start it, and wait until it says that it is ready; returns the seconds that took."""
+        path = self.folder / "notify.sock"
+        path.unlink(missing_ok=True)
+        started = time.monotonic()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications, self.log.open("ab") as log:
+            notifications.bind(str(path))
+            notifications.settimeout(TIMEOUT_S)
+            environment = {**os.environ, "NOTIFY_SOCKET": str(path), _MARK: self._mark}
+            environment.pop("JOURNAL_STREAM", None)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "seedance.daemon", "--config", str(self.config), "--hints"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+            while b"READY=1" not in notifications.recv(4096):
+                pass
+        return time.monotonic() - started
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> int:
+        """Wait for the main process to end; returns its exit status."""
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
+    def processes(self) -> list[int]:
+        """Return the ids of all living processes that descend from the daemon, the daemon included."""
+        mark = f"{_MARK}={self._mark}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with contextlib.suppress(OSError):
+                    if mark in (entry / "environ").read_bytes().split(b"\0"):
+                        found.append(int(entry.name))
+        return found
+
+    def status(self) -> control.StatusReport:
+        reply = self.ask(control.GetStatus())
+        assert isinstance(reply, control.StatusReport)
+        return reply
+
+    def ask(self, request: control.Request) -> control.Reply:
+        return control.ask(str(self.folder / "run" / control.SOCKET_NAME), request)
+
+    def reload(self) -> control.Reloaded:
+        reply = self.ask(control.Reload())
+        assert isinstance(reply, control.Reloaded)
+        return reply
+
+    def tenant(self, name: str) -> control.TenantStatus:
+        return next(tenant for tenant in self.status().tenants if tenant.quota.tenant == name)
+
+    def child(self, name: str) -> control.ProcessStatus:
+        return next(process for process in self.status().processes if process.name == name)
+
+    @property
+    def address(self) -> str:
+        return self.status().listeners[0]
+
+    def client(self, tenant: str) -> Client:
+        return Client(self.address, self.keys[tenant])
+
+    def text(self, tenant: str, tokens: int = 5) -> str:
+        """Return what a short chat of this tenant gives."""
+        messages = [{"role": "user", "content": "Hello"}]
+        return "".join(self.client(tenant).chat(messages, model="synthetic", max_tokens=tokens, seed=1))
+
+    def close(self) -> None:
+        """End whatever is left of it, by force."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait(TIMEOUT_S)
+
+
+class Http:
+    """One keep-alive connection, with a key for each request."""
+
+    def __init__(self, address: str) -> None:
+        self._connection = http.client.HTTPConnection(address, timeout=TIMEOUT_S)
+
+    def get(self, path: str, key: str | None = None) -> tuple[int, Any]:
+        """Return the status and the JSON of the answer."""
+        self._connection.request("GET", path, headers={} if key is None else {"Authorization": f"Bearer {key}"})
+        response = self._connection.getresponse()
+        return response.status, msgspec.json.decode(response.read())
+
+    @property
+    def local_port(self) -> int:
+        port: int = self._connection.sock.getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def wait_until(condition: Any, timeout_s: float = TIMEOUT_S) -> None:
+    """Wait for what nobody announces."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come true in time"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def running(folder: Path, *tenants: str, **settings: Any) -> Iterator[Daemon]:
+    """Run a daemon with these tenants."""
+    daemon = Daemon(folder, **settings)
+    try:
+        for tenant in tenants:
+            daemon.add_tenant(tenant)
+        daemon.start()
+        yield daemon
+    finally:
+        daemon.close()

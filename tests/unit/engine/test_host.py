@@ -1,0 +1,348 @@
+"""The engine host's decisions, with an adapter under the test's control and a clock that jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+from support.batches import all_deltas
+from support.virtual_time import run_in_virtual_time
+
+from seedance.engine import host_link
+from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics, Output
+from seedance.engine.channel import (
+    Abort,
+    Batch,
+    Delta,
+    EngineChanged,
+    Receiver,
+    Refused,
+    Submit,
+    ToWorker,
+    encode,
+    pack_singles,
+)
+from seedance.engine.host import RESTART_MAX_S, EngineHost, create_adapter
+from seedance.engine.packets import PacketSocket, pair
+from seedance.engine.request import FinishReason, ModelInfo, Sampling, TenantContext
+from seedance.engine.settings import EngineSettings
+from seedance.engine.synthetic import SyntheticAdapter
+from seedance.errors import EngineDead, EngineError
+
+MODEL = ModelInfo(
+    name="m", tokenizer_dir="", max_model_len=100, vocab_size=50, eos_token_ids=(), created=0, engine="fake"
+)
+TENANT = TenantContext(name="acme", scheduling_class="gold", cache_salt="s")
+
+
+class FakeAdapter:
+    """An engine that does what the test says."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+        self.submitted: list[tuple[int, str, list[int], Sampling]] = []
+        self.aborted: list[int] = []
+        self.stopped = 0
+        self.fail_start: Exception | None = None
+        self.refuse: EngineError | None = None
+        self.during_start: Callable[[], None] = lambda: None
+        self.statistics_never_come = False
+        self.events: EngineEvents
+
+    async def start(self, events: EngineEvents) -> ModelInfo:
+        self.events = events
+        self.starts.append(asyncio.get_running_loop().time())
+        self.during_start()
+        if self.fail_start is not None:
+            raise self.fail_start
+        return MODEL
+
+    def submit(self, key: int, tenant: TenantContext, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+        self.submitted.append((key, tenant.name, list(prompt_token_ids), sampling))
+
+    def abort(self, keys: Sequence[int]) -> None:
+        self.aborted += keys
+
+    async def statistics(self) -> EngineStatistics:
+        if self.statistics_never_come:
+            await asyncio.Event().wait()
+        return EngineStatistics(state=EngineState.READY, running=17, waiting=4)
+
+    async def stop(self) -> None:
+        self.stopped += 1
+
+
+class Scene:
+    """A host in this process with a fake adapter, one worker's channel, and the supervisor's end of the link."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        ours, theirs = pair()
+        self.adapter = FakeAdapter()
+        self.told: list[host_link.FromHost] = []
+        self.host = EngineHost(theirs, loop)
+        self.link = PacketSocket(
+            ours, loop, lambda data, _: self.told.append(host_link.FROM_HOST.decode(data)), self._link_closed
+        )
+        self.worker, self._theirs = socket.socketpair()
+        self.worker.setblocking(False)
+        self._receiver: Receiver[ToWorker] = Receiver(ToWorker)
+
+    def _link_closed(self) -> None:
+        """The host has gone; tests see it by what it stopped."""
+
+    async def attach(self) -> None:
+        with self._theirs:
+            fds = [self._theirs.fileno()]
+            self.link.send(host_link.TO_HOST.encode(host_link.Attach(1, TENANT)), fds)
+        await settle()
+
+    async def say(self, *messages: Submit | Abort) -> None:
+        self.worker.sendall(b"".join(map(encode, messages)))
+        await settle()
+
+    async def tell(self, message: host_link.ToHost) -> None:
+        self.link.send(host_link.TO_HOST.encode(message))
+        await settle()
+
+    def heard(self) -> list[ToWorker]:
+        """Return what the worker has received since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            return self._receiver.receive_data(self.worker.recv(1 << 20))
+        return []
+
+    def states(self) -> list[str]:
+        return [message.state for message in self.told if isinstance(message, host_link.EngineChanged)]
+
+
+async def settle() -> None:
+    """Let everything happen that needs no time to pass."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def scene(*, start: bool = True) -> AsyncIterator[Scene]:
+    it = Scene()
+    serving = asyncio.create_task(it.host.serve())
+    if start:
+        it.host.start_engine(it.adapter)
+    await settle()
+    await it.attach()
+    it.heard()
+    try:
+        yield it
+    finally:
+        it.host.stop()
+        with contextlib.suppress(ZeroDivisionError):
+            await serving
+        it.link.close()
+        it.worker.close()
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def sync() -> None:
+        run_in_virtual_time(test())
+
+    return sync
+
+
+@run
+async def test_generation_from_submit_to_end() -> None:
+    async with scene() as it:
+        sampling = Sampling(max_tokens=3)
+        await it.say(Submit(40, [1, 2], sampling), Submit(41, [3], sampling))
+        (first, *rest), (second, *_) = it.adapter.submitted
+        assert rest == ["acme", [1, 2], sampling]
+        it.host.step_completed([Output(first, [7], None, None, 16), Output(second, [8])])
+        assert it.heard() == [Batch([Delta(40, [7], None, None, 16)], pack_singles([41, 8]))]
+        it.host.step_completed([Output(second, [9], FinishReason.STOP), Output(first, [6])])
+        assert it.heard() == [Batch([Delta(41, [9], FinishReason.STOP)], pack_singles([40, 6]))]
+        it.host.step_completed([Output(first, [], FinishReason.ERROR, None, 0, "cannot go on")])
+        assert it.heard() == [Batch([Delta(40, [], FinishReason.ERROR, None, 0, "cannot go on")])]
+        assert it.adapter.aborted == []
+
+
+@run
+async def test_outputs_of_nobody_are_dropped() -> None:
+    async with scene() as it:
+        await it.say(Submit(1, [1], Sampling(max_tokens=3)))
+        key = it.adapter.submitted[0][0]
+        await it.say(Abort([1, 2]))
+        assert it.adapter.aborted == [key]
+        it.host.step_completed([Output(key, [5]), Output(999, [5])])
+        it.host.step_completed([])
+        assert it.heard() == []
+
+
+@run
+async def test_what_waits_for_a_slow_worker_is_held_dropped_and_delivered() -> None:
+    async with scene() as it:
+        sampling = Sampling(max_tokens=100_000)
+        await it.say(Submit(1, [1], sampling), Submit(2, [1], sampling))
+        first, second = (key for key, *_ in it.adapter.submitted)
+        channel = it.host._channels[1]
+        sent = 0
+        while channel.statistics().backlog_tokens == 0:
+            it.host.step_completed([Output(first, [7] * 5_000)])
+            sent += 1
+        it.host.step_completed([Output(first, [7] * 5_000)])
+        it.host.step_completed([Output(second, [8], FinishReason.STOP)])
+        assert channel.statistics().backlog_tokens == 10_001
+        await it.say(Submit(2, [1], sampling), Abort([1]))
+        assert channel.statistics().backlog_tokens == 1, "an aborted stream's tokens are dropped"
+        assert channel.statistics().backlog_bytes > 0
+        heard: list[ToWorker] = []
+        while channel.statistics().backlog_bytes or channel.statistics().backlog_tokens:
+            heard += it.heard()
+            await settle()
+        heard += it.heard()
+        refusals = [message for message in heard if isinstance(message, Refused)]
+        assert [(refusal.stream, refusal.code) for refusal in refusals] == [(2, "invalid_request")]
+        deltas = [delta for message in heard if isinstance(message, Batch) for delta in all_deltas(message)]
+        assert sum(len(delta.token_ids) for delta in deltas if delta.stream == 1) == (sent - 1) * 5_000
+        assert [delta for delta in deltas if delta.stream == 2] == [Delta(2, [8], FinishReason.STOP)]
+        await it.say(Submit(2, [1], sampling))
+        assert len(it.adapter.submitted) == 3
+
+
+@run
+async def test_refusals_carry_the_engines_reason() -> None:
+    async with scene() as it:
+        it.adapter.refuse = EngineError("context_too_long", "cannot take so much")
+        await it.say(Submit(1, [1], Sampling(max_tokens=3)))
+        it.adapter.refuse = None
+        await it.say(Submit(1, [1], Sampling(max_tokens=3)), Submit(1, [1], Sampling(max_tokens=3)))
+        assert [(m.stream, m.code) for m in it.heard() if isinstance(m, Refused)] == [
+            (1, "context_too_long"),
+            (1, "invalid_request"),
+        ]
+        assert len(it.adapter.submitted) == 1
+
+
+@run
+async def test_dead_engine_loses_its_generations_and_is_started_again() -> None:
+    async with scene() as it:
+        await it.say(Submit(1, [1], Sampling(max_tokens=3)))
+        it.host.state_changed(EngineState.DEAD, "killed")
+        it.host.state_changed(EngineState.DEAD, "killed, told twice")
+        await it.say(Submit(2, [1], Sampling(max_tokens=3)), Abort([1]))
+        heard = it.heard()
+        assert heard[0] == EngineChanged("dead", "killed", None)
+        assert isinstance(heard[1], Refused)
+        assert (heard[1].stream, heard[1].code, len(heard)) == (2, "engine_unavailable", 2)
+        assert it.adapter.aborted == []
+        await asyncio.sleep(1.5)
+        assert it.heard() == [EngineChanged("starting", "", None), EngineChanged("ready", "", MODEL)]
+        await it.say(Submit(1, [1], Sampling(max_tokens=3)))
+        assert len(it.adapter.submitted) == 2
+        assert it.states() == ["starting", "ready", "dead", "starting", "ready"]
+
+
+@run
+async def test_engine_that_does_not_come_up_is_tried_less_and_less_often() -> None:
+    async with scene(start=False) as it:
+        it.adapter.fail_start = EngineDead("cannot load the weights")
+        it.host.start_engine(it.adapter)
+        await asyncio.sleep(100)
+        waits = [later - earlier for earlier, later in zip(it.adapter.starts, it.adapter.starts[1:], strict=False)]
+        assert waits == pytest.approx([1, 2, 4, 8, 16, RESTART_MAX_S, RESTART_MAX_S])
+        assert it.states() == ["starting", "dead"] * 8
+        it.adapter.fail_start = None
+        await asyncio.sleep(RESTART_MAX_S)
+        assert it.states()[-1] == "ready"
+        # Short lives keep the wait long, a long one makes it short again.
+        it.host.state_changed(EngineState.DEAD, "again")
+        await asyncio.sleep(RESTART_MAX_S - 1)
+        assert it.states()[-1] == "dead"
+        await asyncio.sleep(100)
+        assert it.states()[-1] == "ready"
+        it.host.state_changed(EngineState.DEAD, "again")
+        await asyncio.sleep(1.1)
+        assert it.states()[-1] == "ready"
+
+
+@run
+async def test_ready_counts_only_with_the_model() -> None:
+    async with scene(start=False) as it:
+
+        def during_start() -> None:
+            it.host.state_changed(EngineState.STARTING, "loading")
+            it.host.state_changed(EngineState.READY, "")
+
+        it.adapter.during_start = during_start
+        it.host.start_engine(it.adapter)
+        await settle()
+        assert it.heard() == [
+            EngineChanged("starting", "", None),
+            EngineChanged("starting", "loading", None),
+            EngineChanged("ready", "", MODEL),
+        ]
+
+
+@run
+async def test_bug_in_an_adapter_ends_the_host() -> None:
+    it = Scene()
+    it.adapter.fail_start = ZeroDivisionError("a bug")
+    it.host.start_engine(it.adapter)
+    with pytest.raises(ZeroDivisionError):
+        await it.host.serve()
+    assert it.adapter.stopped == 1
+    it.link.close()
+    it.worker.close()
+    it._theirs.close()
+
+
+@run
+async def test_statistics_do_not_wait_for_an_engine_that_is_stuck() -> None:
+    async with scene() as it:
+        await it.say(Submit(1, [1], Sampling(max_tokens=3)))
+        await it.tell(host_link.QueryStatistics(5))
+        it.adapter.statistics_never_come = True
+        await it.tell(host_link.QueryStatistics(6))
+        await asyncio.sleep(10)
+        answers = [message for message in it.told if isinstance(message, host_link.Statistics)]
+        assert [(answer.query, answer.engine.running, answer.engine.waiting) for answer in answers] == [
+            (5, 17, 4),
+            (6, 1, 0),
+        ]
+        assert answers[0].channels[0].open_streams == 1
+        assert answers[0].cpu_s > 0
+
+
+@run
+async def test_end_of_the_link_stops_the_engine_and_aborts_nothing_twice() -> None:
+    async with scene() as it:
+        await it.say(Submit(1, [1], Sampling(max_tokens=3)))
+        it.link.close()
+        await settle()
+        assert it.adapter.stopped == 1
+        assert len(it.adapter.aborted) == 1
+
+
+@run
+async def test_engine_is_not_started_twice() -> None:
+    async with scene() as it:
+        settings = EngineSettings(kind="synthetic", name="s")
+        await it.tell(host_link.StartEngine(settings))
+        assert it.adapter.stopped == 1
+        assert isinstance(create_adapter(settings, asyncio.get_running_loop()), SyntheticAdapter)
+
+
+@run
+async def test_descriptor_where_none_belongs_ends_the_host_and_is_closed() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    async with scene() as it:
+        fd = os.open("/dev/null", os.O_RDONLY)
+        it.link.send(host_link.TO_HOST.encode(host_link.Detach(1)), [fd])
+        os.close(fd)
+        await settle()
+        assert it.adapter.stopped == 1
+    assert len(os.listdir("/proc/self/fd")) == before
