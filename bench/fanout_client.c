@@ -170,7 +170,7 @@ static void request_upgrade(struct conn *conn)
 	send_all(conn->fd, request, (size_t)length);
 	conn->state = UPGRADING;
 	conn->head = malloc(HEAD_BYTES);
-	watch(conn, EPOLLIN | EPOLLET, EPOLL_CTL_MOD);
+	watch(conn, EPOLLIN | EPOLLRDHUP | EPOLLET, EPOLL_CTL_MOD);
 }
 
 /* ---- frames --------------------------------------------------------------------------------------------------- */
@@ -302,8 +302,11 @@ static void upgrade_answered(struct conn *conn, const uint8_t *data, size_t byte
 		reply("connected %zu %llu", c.open, (unsigned long long)(now_ns() - c.connect_ns));
 }
 
-static void readable(struct conn *conn)
+static void readable(struct conn *conn, uint32_t events)
 {
+	/* An end that came with the last bytes has no edge of its own. */
+	bool to_the_end = events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
+
 	for (;;) {
 		ssize_t got = recv(conn->fd, buffer, sizeof buffer, 0);
 
@@ -320,7 +323,7 @@ static void readable(struct conn *conn)
 			upgrade_answered(conn, buffer, (size_t)got);
 		else
 			parse(conn, buffer, (size_t)got, now_ns());
-		if ((size_t)got < sizeof buffer)
+		if ((size_t)got < sizeof buffer && !to_the_end)
 			return;
 	}
 }
@@ -564,12 +567,12 @@ static void obey(char *line)
 	}
 }
 
-static void ready(struct conn *conn)
+static void ready(struct conn *conn, uint32_t events)
 {
 	if (conn->state == CONNECTING)
 		request_upgrade(conn);
 	else if (conn->state != CLOSED)
-		readable(conn);
+		readable(conn, events);
 }
 
 static void serve(void)
@@ -588,7 +591,7 @@ static void serve(void)
 			if (events[i].data.u64 == COMMANDS)
 				read_commands(obey);
 			else
-				ready(&c.conns[events[i].data.u64]);
+				ready(&c.conns[events[i].data.u64], events[i].events);
 		}
 		feed();
 		finish_if_complete();

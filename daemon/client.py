@@ -85,9 +85,7 @@ class Client:
     def _connect(self) -> socket.socket:
         try:
             if self._address.startswith(_UNIX):
-                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                sock.settimeout(_CONNECT_S)
-                sock.connect(self._address.removeprefix(_UNIX))
+                sock = _connect_unix(self._address.removeprefix(_UNIX))
             else:
                 host, _, port = self._address.rpartition(":")
                 sock = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
@@ -111,6 +109,17 @@ class Client:
                     yield response
             except (OSError, http.client.HTTPException) as exc:
                 raise ResourceBroken(f"cannot get an answer from seedanced at {self._address}: {exc!r}") from exc
+
+
+def _connect_unix(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(_CONNECT_S)
+    try:
+        sock.connect(path)
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def _host_of(address: str) -> str:

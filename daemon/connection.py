@@ -16,7 +16,7 @@ from seedance.daemon.openai_door import error_response
 from seedance.daemon.protocol import sse
 from seedance.daemon.protocol.handshake import HandshakeRefused
 from seedance.daemon.protocol.head import Limits, Request
-from seedance.daemon.protocol.http import HeadReceived, HttpServer, Phase, RequestReceived, chunk
+from seedance.daemon.protocol.http import Event, HeadReceived, HttpServer, Phase, RequestReceived, chunk
 from seedance.daemon.ring.driver import Flow
 from seedance.daemon.service import Answer, Service
 
@@ -52,21 +52,23 @@ class Owner(Protocol):
 class HttpConnection:
     """An endpoint that speaks HTTP; see `openai_door.Exchange` for the part that answers write to.
 
-    `deadline_s` says when it is closed if it is still in `phase_seen` then; `quiet` that nothing was sent since the
-    last ping was due.
+    `deadline_s` says when it is closed if it is still in `phase_seen` then, and `left_bytes` what it had not sent at
+    its last deadline; `quiet` that nothing was sent since the last ping was due.
     """
 
     __slots__ = (
         "_answer",
+        "_behind",
         "_owner",
         "_pumping",
         "_request",
         "deadline_s",
         "flow",
         "http",
+        "left_bytes",
         "listener",
-        "phase_seen",
         "peer",
+        "phase_seen",
         "quiet",
     )
 
@@ -77,11 +79,13 @@ class HttpConnection:
         self._answer: Answer | None = None
         self._request: Request | None = None
         self._pumping = False
+        self._behind = False
         self.http = HttpServer(owner.limits)
         self.peer = peer
         self.listener = listener
         self.phase_seen: Phase | None = None
         self.deadline_s = math.inf
+        self.left_bytes = 0
         self.quiet = True
 
     @property
@@ -105,6 +109,7 @@ class HttpConnection:
         self.pump()
 
     def backlog_drained(self) -> None:
+        self._behind = False
         self.pump()
 
     def connection_lost(self, error: OSError | None) -> None:
@@ -124,41 +129,46 @@ class HttpConnection:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Act on what has arrived, send what that made, and adjust reading."""
+        """Act on what has arrived, send what that made, and adjust reading.
+
+        A client that does not take its answers is not given more of them; a closed connection begins nothing.
+        """
         if self._pumping:
             return  # an answer that came at once; the loop below goes on
         self._pumping = True
         http = self.http
-        while True:
-            self._flush()
-            events = http.events_received()
-            if not events:
-                break
+        self._flush()
+        while not self._behind and self.flow.fd >= 0 and (events := http.events_received()):
             for event in events:
-                try:
-                    if isinstance(event, HeadReceived):
-                        self._head_received(event.request)
-                    elif isinstance(event, RequestReceived):
-                        self._request_received(event.request, event.body)
-                except ApiError as error:
-                    self.fail(error)
+                self._act_on(event)
+            self._flush()
         self._pumping = False
         if http.phase is Phase.HANDED_OVER:
             return
         if http.should_close:
             self.flow.close()
-        elif http.wants_read:
+        elif http.wants_read and not self._behind:
             self.flow.resume_reading()
         else:
             self.flow.pause_reading()
+
+    def _act_on(self, event: Event) -> None:
+        try:
+            if isinstance(event, HeadReceived):
+                self._head_received(event.request)
+            elif isinstance(event, RequestReceived):
+                self._request_received(event.request, event.body)
+        except ApiError as error:
+            self.fail(error)
 
     def _flush(self) -> None:
         data = self.http.data_to_send()
         if data:
             self.quiet = False
-            self.flow.send(data)
+            self._behind = self.flow.send(data) > self._owner.max_backlog_bytes
 
     def _head_received(self, request: Request) -> None:
+        self.phase_seen = None  # in use: the clock starts anew, though the phase may look the same at the next look
         key = key_of(request.headers, request.query)
         if key is None or hash_key(key) not in self._owner.service.quota.keys:
             self._owner.hand_back(self, self.http.rewind())

@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from seedance.daemon.ring.driver import DriverStatistics
 from seedance.engine.adapter import EngineStatistics
 from seedance.engine.request import ModelInfo
 from seedance.errors import ResourceBroken
@@ -74,7 +75,10 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant; `worker_pid` is 0 while it has no worker. `used` counts since the daemon's start."""
+    """A tenant; `worker_pid` is 0 while it has no worker. `used` counts since the daemon's start.
+
+    `io` counts what the worker's driver does; None without a worker that has answered.
+    """
 
     quota: Quota
     mark: int
@@ -82,6 +86,7 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     driver: str
     connections: int
     used: LimiterStatistics
+    io: DriverStatistics | None = None
 
 
 class BadFile(msgspec.Struct, frozen=True, kw_only=True):

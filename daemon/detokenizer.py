@@ -44,6 +44,9 @@ class Detokenizer(Protocol):
     def feed(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete; ids outside the vocabulary have none."""
 
+    def feed_one(self, token_id: int) -> str:
+        """Return the text that this token completes; as `feed` with one."""
+
     def finish(self) -> str:
         """Return what is left at the end of the stream; bytes that are no whole character become U+FFFD."""
 
@@ -107,17 +110,21 @@ class ByteDetokenizer:
         """Return the text that these tokens complete."""
         if not self._pending:
             try:
-                if len(token_ids) != 1:
-                    return "".join(map(self._entry, token_ids))  # type: ignore[arg-type]
-                entry = self._entries[token_ids[0]]
-                if isinstance(entry, str):
-                    return entry
+                return "".join(map(self._entry, token_ids))  # type: ignore[arg-type]
             except (TypeError, IndexError):
                 pass  # some token is not whole, or none of ours
         data = self._pending + b"".join([self._bytes_of(token_id) for token_id in token_ids])
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[used:]
         return text
+
+    def feed_one(self, token_id: int) -> str:
+        """Return the text that this token completes: `feed` for one, which is what nearly every step brings."""
+        if not self._pending and token_id < len(self._entries):
+            entry = self._entries[token_id]
+            if isinstance(entry, str):
+                return entry
+        return self.feed((token_id,))
 
     def finish(self) -> str:
         """Return U+FFFD for bytes that were left, if any."""
@@ -153,14 +160,18 @@ class RunDetokenizer:
         """Return the text that these tokens complete."""
         if self._plain:
             try:
-                if len(token_ids) != 1:
-                    return "".join(map(self._entry, token_ids))  # type: ignore[arg-type]
-                entry = self._entries[token_ids[0]]
-                if isinstance(entry, str):
-                    return entry
+                return "".join(map(self._entry, token_ids))  # type: ignore[arg-type]
             except (TypeError, IndexError):
                 pass  # some token is a byte, or none of ours
         return self._feed_slowly(token_ids)
+
+    def feed_one(self, token_id: int) -> str:
+        """Return the text that this token completes: `feed` for one, which is what nearly every step brings."""
+        if self._plain and token_id < len(self._entries):
+            entry = self._entries[token_id]
+            if isinstance(entry, str):
+                return entry
+        return self._feed_slowly((token_id,))
 
     def finish(self) -> str:
         """Return what the run at the end of the stream stands for."""
@@ -230,6 +241,10 @@ class StreamDetokenizer:
         text = "".join(map(self._step, token_ids))
         self._told += len(text)
         return text
+
+    def feed_one(self, token_id: int) -> str:
+        """Return the text that this token completes."""
+        return self.feed((token_id,))
 
     def finish(self) -> str:
         """Return what the library's decoder was still holding."""

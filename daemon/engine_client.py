@@ -133,7 +133,7 @@ class EngineClient:
             tokens += 1
             stream.output_tokens += 1
             if stream.stop is None:
-                text = stream.feed((token_id,))
+                text = stream.feed_one(token_id)
                 if text:
                     stream.text_arrived(text)
             else:
@@ -154,36 +154,32 @@ class EngineClient:
         reason, stop, token_ids = delta.finish_reason, stream.stop, delta.token_ids
         if reason is FinishReason.STOP and token_ids and token_ids[-1] in stream.hidden_token_ids:
             token_ids = token_ids[:-1]
-        text = stream.feed(token_ids)
-        stopped = stop is not None and stop.stopped is not None
-        if stopped:
-            assert stop is not None
-            stream.output_tokens -= stop.surplus_tokens
+        text = (stop or stream.detokenizer).feed(token_ids)
+        surplus_tokens = 0
+        if stop is not None and stop.stopped is not None:
+            surplus_tokens = stop.surplus_tokens
+            stream.output_tokens -= surplus_tokens
+            if reason is None:
+                self._send(Abort([stream.number]))
+            reason = FinishReason.STOP
         elif reason is not None:
-            text += stream.detokenizer.finish()
+            text += (stop or stream.detokenizer).finish()
         if delta.logprobs is not None:
-            kept = len(delta.logprobs) - (stop.surplus_tokens if stop is not None and stopped else 0)
-            stream.sink.logprobs_arrived(text, delta.logprobs[:kept])
+            stream.sink.logprobs_arrived(text, delta.logprobs[: len(delta.logprobs) - surplus_tokens])
         elif text:
             stream.text_arrived(text)
-        if reason is None and not stopped:
-            return
         # Telling it may have ended the stream from outside: a client whose backlog is full is cut off.
-        if reason is None:
-            if stream.number in self._streams:
-                self.abort([stream])
-                stream.sink.stream_finished(FinishReason.STOP)
-        elif self._remove(stream):
+        if reason is not None and self._remove(stream):
             if reason is FinishReason.ERROR:
                 stream.sink.stream_failed(ApiError("internal", delta.error or "the engine failed on this request"))
             else:
-                stream.sink.stream_finished(FinishReason.STOP if stopped else reason)
+                stream.sink.stream_finished(reason)
 
     def _quota_exceeded(self) -> None:
         streams = list(self._streams.values())
         self.abort(streams)
         for stream in streams:
-            if text := stream.detokenizer.finish():
+            if text := (stream.stop or stream.detokenizer).finish():
                 stream.text_arrived(text)
             stream.sink.stream_finished(FinishReason.QUOTA_EXCEEDED)
 

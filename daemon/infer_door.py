@@ -47,12 +47,13 @@ class Owner(Protocol):
 class WebSocketConnection:
     """An endpoint that speaks WebSocket; `message_received` is what a door does with a message."""
 
-    __slots__ = ("_missed", "_owner", "flow", "quiet", "web_socket")
+    __slots__ = ("_missed", "_owner", "flow", "max_backlog_bytes", "quiet", "web_socket")
 
     def __init__(self, owner: Owner, flow: Flow, message_bytes: int) -> None:
         self._owner = owner
         self._missed = 0
         self.flow = flow
+        self.max_backlog_bytes = owner.max_backlog_bytes
         self.quiet = True
         self.web_socket = WebSocketServer(message_bytes)
 
@@ -61,7 +62,8 @@ class WebSocketConnection:
         web_socket = self.web_socket
         web_socket.receive_data(data)
         for event in web_socket.events_received():
-            self._event(event)
+            if self.flow.fd >= 0:  # it may have been cut off on the way
+                self._event(event)
         self._flush()
 
     def eof_received(self) -> None:
@@ -96,30 +98,37 @@ class WebSocketConnection:
         self._flush()
 
     def tick(self) -> None:
-        """Ping when nothing was sent since the last tick; end a connection whose peer answers nothing."""
+        """Ping when nothing was sent since the last tick; end a connection whose peer answers nothing.
+
+        Our close counts as a ping, and so does waiting for the peer to take what is left for it.
+        """
         if not self.quiet:
             self.quiet = True
         elif self._missed >= MISSED_PINGS:
             self.flow.abort()
-        elif self.web_socket.is_open:
+        else:
             self._missed += 1
-            self.web_socket.send_ping()
-            self._flush()
+            if self.web_socket.is_open:
+                self.web_socket.send_ping()
+                self._flush()
             self.quiet = True
 
     def send(self, frame: bytes) -> None:
         """Send one frame; a peer that reads too slowly is cut off."""
         self.quiet = False
-        if self.flow.send(frame) > self._owner.max_backlog_bytes:
-            _log.info("a WebSocket client reads too slowly; its streams are ended")
-            self.cancel_all()
-            self.flow.abort()
+        if self.flow.send(frame) > self.max_backlog_bytes:
+            self.cut_off()
+
+    def cut_off(self) -> None:
+        """End a connection whose peer reads too slowly, and its streams."""
+        _log.info("a WebSocket client reads too slowly; its streams are ended")
+        self.cancel_all()
+        self.flow.abort()
 
     def _event(self, event: Event) -> None:
-        if isinstance(event, TextReceived):
-            self.message_received(event.text)
-        elif isinstance(event, BinaryReceived):
-            self.message_received(event.data)
+        if isinstance(event, TextReceived | BinaryReceived):
+            if self.web_socket.is_open:  # who has closed, or is told to, gets no more answers
+                self.message_received(event.text if isinstance(event, TextReceived) else event.data)
         elif isinstance(event, PongReceived):
             pass
         elif self.web_socket.should_close:
@@ -185,9 +194,7 @@ class InferConnection(WebSocketConnection):
                 service.begin(request, [request.prompt], answer)
             else:
                 try:
-                    text = tokenizer.render_chat(
-                        request.template_messages(), None, True, request.template_variables()
-                    )
+                    text = tokenizer.render_chat(request.template_messages(), None, True, request.template_variables())
                 except ApiError as error:
                     service.release(1)
                     answer.failed(error)
@@ -219,7 +226,7 @@ class InferConnection(WebSocketConnection):
 class _InferAnswer(Answer):
     """One stream of a connection, and its own sink."""
 
-    __slots__ = ("_builder", "_connection", "_id", "_parts", "_positions", "_service", "_template")
+    __slots__ = ("_builder", "_connection", "_frame", "_id", "_parts", "_positions", "_service")
 
     def __init__(self, connection: InferConnection, service: Service, request: InferRequest) -> None:
         super().__init__()
@@ -227,7 +234,7 @@ class _InferAnswer(Answer):
         self._service = service
         self._id = request.id
         self._builder = InferStream(request.id)
-        self._template = TextTemplate(*self._builder.around_text())
+        self._frame = TextTemplate(*self._builder.around_text()).frame
         self._parts: list[str] | None = None if request.streams() else []
         self._positions: list[TokenLogprobs] = []
 
@@ -247,7 +254,11 @@ class _InferAnswer(Answer):
 
     def text_arrived(self, text: str) -> None:
         if self._parts is None:
-            self._connection.send(self._template.frame(_json(text)))
+            # `connection.send`, spelled out: this is the hot path.
+            connection = self._connection
+            connection.quiet = False
+            if connection.flow.send(self._frame(_json(text))) > connection.max_backlog_bytes:
+                connection.cut_off()
         else:
             self._parts.append(text)
 
@@ -264,18 +275,16 @@ class _InferAnswer(Answer):
             sum(stream.output_tokens for stream in self.streams),
             sum(stream.cached_tokens for stream in self.streams),
         )
+        retry_after_s = self._service.retry_after_s() if reason is FinishReason.QUOTA_EXCEEDED else None
         if self._parts is None:
-            message = self._builder.finish(reason, usage)
+            message = self._builder.finish(reason, usage, retry_after_s)
         else:
             logprobs = self._formatted(self._positions) if self._positions else None
-            message = self._builder.whole("".join(self._parts), reason, usage, logprobs)
+            message = self._builder.whole("".join(self._parts), reason, usage, logprobs, retry_after_s)
         self._connection.end_stream(self._id, message)
 
     def stream_failed(self, error: ApiError) -> None:
         self._connection.end_stream(self._id, self._builder.error(error))
 
     def _formatted(self, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        _, tokenizer = self._service.require_engine()
-        return openai_response.chat_logprobs(positions, tokenizer.vocabulary)
-
-
+        return openai_response.chat_logprobs(positions, self._service.vocabulary)

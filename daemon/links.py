@@ -19,6 +19,8 @@ import msgspec
 
 from seedance.daemon.config import HttpConfig, WorkerConfig
 from seedance.daemon.ring.driver import DriverStatistics
+from seedance.engine.adapter import EngineState
+from seedance.engine.channel import EngineChanged
 from seedance.engine.packets import Codec
 from seedance.engine.request import ModelInfo
 from seedance.qos.limiter import LimiterSnapshot, LimiterStatistics
@@ -82,6 +84,7 @@ ToGateway = HandBack | Released
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """All that a worker is told at its birth.
 
+    `engine` is the engine's state at that moment, so that the first request need not wait for the channel to tell.
     `limiter` is the snapshot that the tenant's last worker left, or None. `test_echo` opens the echo route of the
     WebSocket conformance suite and is never set by an operator's configuration.
     """
@@ -90,6 +93,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerConfig
     http: HttpConfig
     log_level: str
+    engine: EngineChanged = EngineChanged(EngineState.STARTING, "", None)
     limiter: LimiterSnapshot | None = None
     test_echo: bool = False
 

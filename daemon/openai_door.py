@@ -113,10 +113,10 @@ class _OpenAIAnswer(Answer):
 
     def format_logprobs(self, positions: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
         """Return log probabilities in the form of this kind of answer; `offset` is the length of the text before."""
-        _, tokenizer = self._service.require_engine()
+        vocabulary = self._service.vocabulary
         if self._chat:
-            return openai_response.chat_logprobs(positions, tokenizer.vocabulary)
-        return openai_response.completion_logprobs(positions, tokenizer.vocabulary, offset)
+            return openai_response.chat_logprobs(positions, vocabulary)
+        return openai_response.completion_logprobs(positions, vocabulary, offset)
 
 
 class _StreamedAnswer(_OpenAIAnswer):
@@ -143,6 +143,12 @@ class _StreamedAnswer(_OpenAIAnswer):
             sink.started()
             if isinstance(builder, ChatStream):
                 self._exchange.write(builder.role())
+
+    def last_event(self, builder: ChatStream | CompletionStream, reason: FinishReason) -> bytes:
+        """Return the last event of a choice."""
+        if reason is FinishReason.QUOTA_EXCEEDED:
+            return builder.quota_exceeded(self.usage(), self._service.retry_after_s())
+        return builder.finish(reason)
 
     def choice_finished(self) -> None:
         """End the response with the last choice."""
@@ -183,11 +189,12 @@ class _EventSink:
 
     def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
         logprobs = self._answer.format_logprobs(positions, self._offset)
-        self._offset += len(text)
+        # Offsets are those of the tokens' own texts, as in a whole answer: a part of a character has one too.
+        self._offset += sum(map(len, logprobs.get("tokens", ())))
         self._exchange.write(self._builder.delta_logprobs(text, logprobs))
 
     def stream_finished(self, reason: FinishReason) -> None:
-        self._exchange.write(self._builder.finish(reason))
+        self._exchange.write(self._answer.last_event(self._builder, reason))
         self._answer.choice_finished()
 
     def stream_failed(self, error: ApiError) -> None:
@@ -217,7 +224,9 @@ class _WholeAnswer(_OpenAIAnswer):
             return
         choices = [self._choice(sink) for sink in self._sinks]
         respond = openai_response.chat_response if self._chat else openai_response.completion_response
-        body = respond(self._id, self._model, self._created, choices, self.usage())
+        exceeded = any(sink.reason is FinishReason.QUOTA_EXCEEDED for sink in self._sinks)
+        retry_after_s = self._service.retry_after_s() if exceeded else None
+        body = respond(self._id, self._model, self._created, choices, self.usage(), retry_after_s)
         self._exchange.respond(200, (("Content-Type", "application/json"),), body)
 
     def choice_failed(self, error: ApiError) -> None:
@@ -260,10 +269,7 @@ class _TextSink:
 def error_response(error: ApiError) -> tuple[tuple[tuple[str, str], ...], bytes]:
     """Return the headers and the body that tell an error over HTTP."""
 
-
     headers: tuple[tuple[str, str], ...] = (("Content-Type", "application/json"),)
     if (wait := retry_after(error)) is not None:
         headers += (("Retry-After", wait),)
     return headers, openai_error_body(error)
-
-

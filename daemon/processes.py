@@ -43,6 +43,7 @@ from seedance.daemon.secret import cache_salt
 from seedance.daemon.sockets import Listeners
 from seedance.daemon.tenants import TenantTable
 from seedance.daemon.workers import Workers
+from seedance.engine import channel
 from seedance.engine.adapter import EngineState, EngineStatistics
 from seedance.engine.host_link import (
     FROM_HOST,
@@ -187,6 +188,7 @@ class Processes:
             worker=self._config.worker,
             http=self._config.http,
             log_level=self._options.log_level,
+            engine=channel.EngineChanged(self.engine.state, self.engine.detail, self.engine.model),
             limiter=limiter,
             test_echo=self._options.test_echo,
         )

@@ -11,6 +11,7 @@ import concurrent.futures
 from collections.abc import Sequence
 from typing import Final
 
+from seedance.daemon.detokenizer import Vocabulary
 from seedance.daemon.doors.errors import ApiError, api_error, invalid
 from seedance.daemon.doors.openai_request import check_prompt_ids
 from seedance.daemon.doors.parameters import Parameters, refuse_long_text, require_model, sampling
@@ -94,6 +95,12 @@ class Service:
             raise ApiError("engine_unavailable", f"cannot serve now: the engine is {self._engine_state.value}{detail}")
         return self.model, self._tokenizer
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens of what is served, also while no new request is taken; streams that run are always of it."""
+        assert self._tokenizer is not None
+        return self._tokenizer.vocabulary
+
     def admit(self, model_name: str | None, choices: int) -> None:
         """Count a request of so many streams against the limits. Raises ApiError; nothing is counted then."""
         model, _ = self.require_engine()
@@ -119,6 +126,10 @@ class Service:
             self._submit(request, _tokenised(tokenizer, prompts, chat), answer)
         except SeedanceError as exc:
             self._fail(answer, exc, choices)
+
+    def retry_after_s(self) -> float:
+        """Return when the tenant may begin another stream, as far as is known now; 0.0 for at once."""
+        return self._limiter.retry_after_s(self._loop.time())
 
     def cancel(self, answer: Answer) -> None:
         """Stop what an answer's streams do; nothing is told to it or its sinks any more. Idempotent."""
@@ -177,14 +188,13 @@ class Service:
         self._charge_prompt(answer.prompt_tokens)
         stop = request.stop_strings()
         for index, (token_ids, parameters) in enumerate(submits):
-            stopping: StopDetokenizer | None = None
+            include = bool(request.include_stop_str_in_output)
+            detokenizer = tokenizer.detokenizer(token_ids)
+            stopping = None
             if stop:
-                include = bool(request.include_stop_str_in_output)
-                stopping = tokenizer.stop_detokenizer(
-                    stop, token_ids, include_stop=include, min_tokens=parameters.min_tokens
-                )
-            stream = Stream(answer.sink(index), stopping or tokenizer.detokenizer(token_ids), stopping)
-            if not request.include_stop_str_in_output:
+                stopping = StopDetokenizer(detokenizer, stop, include_stop=include, min_tokens=parameters.min_tokens)
+            stream = Stream(answer.sink(index), detokenizer, stopping)
+            if not include:
                 stream.hidden_token_ids = parameters.stop_token_ids
             answer.streams.append(stream)
         for stream, (token_ids, parameters) in zip(answer.streams, submits, strict=True):

@@ -36,7 +36,7 @@ class Stream:
     __slots__ = (
         "cached_tokens",
         "detokenizer",
-        "feed",
+        "feed_one",
         "hidden_token_ids",
         "number",
         "output_tokens",
@@ -46,7 +46,7 @@ class Stream:
     )
 
     def __init__(self, sink: Sink, detokenizer: Detokenizer, stop: StopDetokenizer | None) -> None:
-        """`stop` is the detokenizer again when it looks for stop strings."""
+        """`stop`, if any, wraps the detokenizer and is fed in its place."""
         self.number = 0
         self.sink = sink
         self.detokenizer = detokenizer
@@ -55,5 +55,5 @@ class Stream:
         self.cached_tokens = 0
         self.hidden_token_ids: tuple[int, ...] = ()
         # Looked up once here instead of once a token.
-        self.feed: Callable[[Sequence[int]], str] = detokenizer.feed
+        self.feed_one: Callable[[int], str] = detokenizer.feed_one
         self.text_arrived: Callable[[str], None] = sink.text_arrived

@@ -181,6 +181,7 @@ class Supervisor:
             driver=worker.driver if worker is not None else "",
             connections=self._processes.workers.connections(quota.tenant),
             used=self._processes.workers.used.get(quota.tenant, LimiterStatistics()),
+            io=worker.io if worker is not None else None,
         )
 
     def _bad_files(self) -> list[control.BadFile]:

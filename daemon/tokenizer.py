@@ -11,7 +11,6 @@ from tokenizers import Tokenizer as HfTokenizer
 from seedance.daemon.chat_template import ChatTemplate, load_chat_template
 from seedance.daemon.detokenizer import Detokenizer, Vocabulary, hf_vocabulary, table_vocabulary
 from seedance.daemon.doors.errors import invalid
-from seedance.daemon.stop_strings import StopDetokenizer
 from seedance.engine import synthetic_vocabulary
 
 # The synthetic engine understands nothing, so any plain form of a conversation does.
@@ -79,18 +78,6 @@ class Tokenizer:
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         """Return a detokenizer for a stream that continues these prompt tokens."""
         return self.vocabulary.detokenizer(prompt_token_ids)
-
-    def stop_detokenizer(
-        self,
-        stop: Sequence[str],
-        prompt_token_ids: Sequence[int] = (),
-        *,
-        include_stop: bool = False,
-        min_tokens: int = 0,
-    ) -> StopDetokenizer:
-        """Return a detokenizer that ends at these stop strings, of which there is at least one."""
-        inner = self.vocabulary.detokenizer(prompt_token_ids)
-        return StopDetokenizer(inner, stop, include_stop=include_stop, min_tokens=min_tokens)
 
 
 def load(tokenizer_dir: str) -> Tokenizer:

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import Final
 
 from seedance.daemon.connection import HttpConnection
+from seedance.daemon.doors import infer
 from seedance.daemon.engine_client import EngineClient
 from seedance.daemon.infer_door import EchoConnection, InferConnection, WebSocketConnection
-from seedance.daemon.doors import infer
 from seedance.daemon.links import (
     MAX_HANDOVER_BYTES,
     TO_GATEWAY,
@@ -49,7 +49,6 @@ from seedance.daemon.ring.loop import new_loop
 from seedance.daemon.sampling_defaults import load_sampling_defaults
 from seedance.daemon.service import Service
 from seedance.daemon.tokenizer_cache import tokenizer_of
-from seedance.daemon.doors.errors import ApiError
 from seedance.engine.channel import EngineChanged
 from seedance.engine.packets import PacketSocket
 from seedance.qos.limiter import LimiterStatistics, TenantLimiter
@@ -86,6 +85,7 @@ class Worker:
             Phase.HEAD: settings.http.head_timeout_s,
             Phase.BODY: settings.http.body_timeout_s,
             Phase.CLOSED: settings.http.idle_timeout_s,
+            Phase.HANDED_OVER: settings.http.idle_timeout_s,
         }
         self.finished: asyncio.Future[None] = loop.create_future()
         self.limits = Limits(head_bytes=settings.worker.max_head_bytes, body_bytes=settings.worker.max_body_bytes)
@@ -97,6 +97,7 @@ class Worker:
         self.service = Service(loop, settings.quota, self._limiter)
         self.service.engine = EngineClient(driver, self._limiter, loop.time, self._engine_changed)
         self.service.engine.connect(engine.detach())
+        self._engine_changed(settings.engine)
         self._handover = PacketSocket(handover, loop, self._handed_over, self._handover_closed)
         self._control = PacketSocket(control, loop, self._ordered, self._finish)
         self._report(WorkerReady(driver.statistics().driver))
@@ -200,11 +201,21 @@ class Worker:
             connection.phase_seen = phase
             connection.deadline_s = now + self._patience_s.get(phase, math.inf)
         elif now >= connection.deadline_s:
-            connection.flow.close()
+            self._end(connection, now)
         if pings and phase is Phase.STREAMING:
             if connection.quiet:
                 connection.ping()
             connection.quiet = True
+
+    def _end(self, connection: HttpConnection, now: float) -> None:
+        """Close a connection; one whose peer takes nothing of what is left for it is cut off the next time."""
+        left_bytes = connection.flow.backlog_bytes
+        if left_bytes and left_bytes == connection.left_bytes:
+            connection.flow.abort()
+            return
+        connection.left_bytes = left_bytes
+        connection.deadline_s = now + self._settings.http.idle_timeout_s
+        connection.flow.close()
 
     def _tell_limiter(self) -> None:
         statistics = self._limiter.statistics()

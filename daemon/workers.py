@@ -41,6 +41,7 @@ from seedance.daemon.links import (
     WorkerStatistics,
     ZygoteOrder,
 )
+from seedance.daemon.ring.driver import DriverStatistics
 from seedance.engine.host_link import Attach, Detach, ToHost
 from seedance.engine.packets import PacketSocket, pair
 from seedance.engine.request import TenantContext
@@ -91,6 +92,7 @@ class Worker:
         self.driver = ""
         self.leaving = False
         self.connections = 0
+        self.io: DriverStatistics | None = None
 
     def send(self, order: WorkerOrder, *fds: int) -> None:
         """Send to the worker; nothing happens once it is gone."""
@@ -275,6 +277,7 @@ class Workers:
                 self._let_go(worker)
             case WorkerStatistics():
                 worker.connections = report.connections
+                worker.io = report.io
                 self.used[worker.tenant] = report.used
                 if self._survey is not None:
                     self._survey.answered(f"worker {worker.number}")

@@ -70,9 +70,7 @@ class EngineAdapter(Protocol):
     async def start(self, events: EngineEvents) -> ModelInfo:
         """Bring the engine up, warm; return once it can serve. Raises EngineDead when it cannot."""
 
-    def submit(
-        self, key: int, tenant: TenantContext, prompt_token_ids: Sequence[int], sampling: Sampling
-    ) -> None:
+    def submit(self, key: int, tenant: TenantContext, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
         """Begin generation `key` (unique while it lives). Raises EngineError when this request can never run."""
 
     def abort(self, keys: Sequence[int]) -> None:

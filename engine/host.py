@@ -121,7 +121,7 @@ class EngineHost:
             generation.token_ids.fromlist(token_ids)
             if not channel.deltas and not channel.singles:
                 touched.append(channel)
-            if len(token_ids) == 1 and not output.finish_reason and not output.cached_tokens and output.logprobs is None:
+            if len(token_ids) == 1 and not (output.finish_reason or output.cached_tokens or output.logprobs):
                 channel.singles += (generation.stream, token_ids[0])
                 continue
             channel.deltas.append(

@@ -79,8 +79,9 @@ class VllmAdapter:
     """An EngineAdapter over vLLM's EngineCore; `core_pid` and `log_path` are for operators and tests."""
 
     def __init__(self, settings: VllmSettings) -> None:
-        self._settings = settings
-        self._run_dir = Path(settings.run_dir)
+        self._run_dir = Path(settings.run_dir).absolute()
+        cache_dir = str(Path(settings.cache_dir).absolute()) if settings.cache_dir else str(self._run_dir / "cache")
+        self._settings = msgspec.structs.replace(settings, run_dir=str(self._run_dir), cache_dir=cache_dir)
         self.log_path = self._run_dir / "log" / "engine-core.log"
         self.core_pid: int | None = None
         self._state = EngineState.STOPPED
@@ -89,6 +90,7 @@ class VllmAdapter:
         self._sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
         self._connection: wire.CoreConnection | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._death: EngineDead | None = None
         self._launches = 0
         self._reason = ""
         self._steps = self._tokens = 0
@@ -102,8 +104,9 @@ class VllmAdapter:
         self._loop = asyncio.get_running_loop()
         self._events = events
         self._news: asyncio.Queue[Any] = asyncio.Queue()
-        self._death: EngineDead | None = None
+        self._death = None
         self._reason = ""
+        self.core_pid = None
         self._change(EngineState.STARTING, f"loading '{self._settings.model}'")
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):
@@ -131,14 +134,15 @@ class VllmAdapter:
         shutil.rmtree(self._run_dir / "tmp", ignore_errors=True)
 
     async def _bring_up(self) -> ModelInfo:
-        control.local_model(self._settings.model)  # a wrong path is told now, not after vLLM's import
+        local = control.local_model(self._settings.model)  # a wrong path is told now, not after vLLM's import
+        settings = self._settings if local is None else msgspec.structs.replace(self._settings, model=str(local))
         if self._zygote is None:
             self._prepare_run_dir()
-            self._zygote = ZygoteProcess(self._settings, self.log_path, self._control_received, self._zygote_gone)
+            self._zygote = ZygoteProcess(settings, self.log_path, self._control_received, self._zygote_gone)
             loaded = await self._news_of(control.Preloaded)
             logger.info("vLLM %s imported in %.1f s", loaded.vllm_version, loaded.seconds)
         inward, outward = self._open_sockets()
-        self._zygote.send(control.Launch(self._settings, inward, outward))
+        self._zygote.send(control.Launch(self._launches, settings, inward, outward))
         resolved = await self._news_of(control.Resolved)
         ready = await self._news_of(wire.Ready)
         facts = msgspec.structs.replace(resolved.facts, max_model_len=ready.max_model_len)
@@ -165,13 +169,15 @@ class VllmAdapter:
         if len(os.fsencode(self._socket_path(999_999, "out"))) > _SOCKET_PATH_BYTES:
             raise OSError(0, "run_dir is too long for the path of a Unix socket", self._settings.run_dir)
         shutil.rmtree(self._run_dir / "tmp", ignore_errors=True)
+        for left_over in self._run_dir.glob("core-*.*"):  # of a host that was killed
+            left_over.unlink(missing_ok=True)
         for directory in (self._run_dir / "tmp", self.log_path.parent):
             directory.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             self.log_path.replace(self.log_path.with_suffix(".log.1"))
 
     def _socket_path(self, launch: int, direction: str) -> str:
-        return str((self._run_dir / f"core-{launch}.{direction}").absolute())
+        return str(self._run_dir / f"core-{launch}.{direction}")
 
     def _open_sockets(self) -> tuple[str, str]:
         self._context = self._context or zmq.Context()
@@ -213,7 +219,7 @@ class VllmAdapter:
         output = None
         for key, (prompt, sampling) in enumerate(requests):
             self._send(self._connection.submit(key, _WARM_UP_TENANT, prompt, sampling, time.time()))
-        while self._connection is not None and self._connection.alive or not self._news.empty():
+        for _ in requests:
             output = await self._news_of(Output)
         return output
 
@@ -320,14 +326,20 @@ class VllmAdapter:
 
     def _control_received(self, message: control.ToAdapter) -> None:
         match message:
-            case control.Failed(reason):
+            case control.Preloaded():
+                self._news.put_nowait(message)
+            case control.Failed(0, reason):
                 self._reason = reason
-            case control.Launched(pid):
+            case _ if message.launch != self._launches:
+                return  # late news of an older core
+            case control.Failed(_, reason):
+                self._reason = reason
+            case control.Launched(_, pid):
                 self.core_pid = pid
-            case control.Exited(pid, status) if pid == self.core_pid:
+            case control.Exited(_, _, status):
                 self.core_pid = None
                 self._died(self._reason or exit_text(status))
-            case control.Preloaded() | control.Resolved():
+            case control.Resolved():
                 self._news.put_nowait(message)
 
     def _zygote_gone(self) -> None:
@@ -347,7 +359,7 @@ class VllmAdapter:
         log = f"; its log is '{self.log_path}'" if self.log_path.exists() else ""
         if self._zygote is not None:
             self._zygote.send(control.Kill())
-        return self._end(EngineState.DEAD, f"cannot {verb} the engine: {reason}{log}")
+        return self._end(EngineState.DEAD, f"cannot {verb} the engine: {reason.rstrip('.')}{log}")
 
     def _end(self, state: EngineState, text: str) -> EngineDead:
         if self._state not in {EngineState.STARTING, EngineState.READY}:
@@ -367,6 +379,8 @@ class VllmAdapter:
             self._loop.remove_reader(end.fileno())
             end.close(linger=0)
         self._sockets = None
+        for direction in ("in", "out"):
+            Path(self._socket_path(self._launches, direction)).unlink(missing_ok=True)
 
     def _change(self, state: EngineState, detail: str) -> None:
         self._state = state

@@ -25,8 +25,9 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `model` is a directory or a hub name, `name` what clients call it. `kv_bytes` is reserved at start. `max_model_len`
     None takes the model's own. `run_dir` gets the sockets, the log and temporary files; its path must be short, since
-    a socket's may have 107 bytes. `cache_dir` is for what vLLM keeps between starts; empty means a folder of `run_dir`.
-    `threads` counts OpenMP threads of the CPU build. `offline` forbids hub calls; a local model makes none anyway.
+    a socket's may have 107 bytes. `cache_dir` is for what vLLM keeps between starts; empty means a folder in `run_dir`.
+    `enforce_eager` compiles nothing: the start is quick, and a GPU slower. `threads` counts OpenMP threads of the CPU
+    build. `offline` forbids hub calls; a local model makes none anyway.
     """
 
     model: str
@@ -45,8 +46,12 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Launch(msgspec.Struct, tag="launch", frozen=True):
-    """adapter → zygote: fork an EngineCore that connects to these addresses; an older one is killed first."""
+    """adapter → zygote: fork an EngineCore that connects to these addresses; an older one is killed first.
 
+    Launches are numbered from 1, and news of an EngineCore carries its number: that of an older one may come late.
+    """
+
+    launch: int
     settings: VllmSettings
     input_address: str
     output_address: str
@@ -70,25 +75,29 @@ class Preloaded(msgspec.Struct, tag="preloaded", frozen=True):
 class Launched(msgspec.Struct, tag="launched", frozen=True):
     """zygote → adapter: the EngineCore's process is there."""
 
+    launch: int
     pid: int
 
 
 class Resolved(msgspec.Struct, tag="resolved", frozen=True):
     """EngineCore → adapter: what the model turned out to be, before it is loaded."""
 
+    launch: int
     model_dir: str
     facts: ModelFacts
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """zygote or EngineCore → adapter: why it is about to end, in one sentence."""
+    """zygote or EngineCore → adapter: why it is about to end, in one sentence; launch 0 is the zygote itself."""
 
+    launch: int
     reason: str
 
 
 class Exited(msgspec.Struct, tag="exited", frozen=True):
     """zygote → adapter: the EngineCore's process has ended; `status` is negative for a signal."""
 
+    launch: int
     pid: int
     status: int
 

@@ -22,12 +22,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import importlib.metadata
 import logging
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -79,9 +81,9 @@ _PRELOAD: Final = (
 logger = logging.getLogger(__name__)
 
 
-def one_sentence(exc: BaseException) -> str:
-    """Return an exception as one line for people: its own text, without the frames, types and inputs around it."""
-    details = exc.errors() if hasattr(exc, "errors") and callable(exc.errors) else None  # pydantic's
+def reason_of(exc: BaseException) -> str:
+    """Return what an exception says as one line for people, without the types and inputs that pydantic adds."""
+    details = exc.errors() if hasattr(exc, "errors") and callable(exc.errors) else None
     text = str(details[0]["msg"]).removeprefix("Value error, ") if details else str(exc)
     text = re.sub(r"\s+", " ", text).strip() or "no reason given"
     if len(text) > _SENTENCE_CHARS:
@@ -156,7 +158,7 @@ class Zygote:
         self._stop_grace_s = stop_grace_s
         self._run = run
         self._adapter = os.pidfd_open(adapter_pid)
-        self._core: tuple[int, int] | None = None
+        self._core: tuple[int, int, int] | None = None  # launch, pid, pidfd
 
     def send(self, message: ToAdapter) -> None:
         """Tell the adapter; when it is gone the main loop will notice."""
@@ -167,9 +169,9 @@ class Zygote:
         """Fork EngineCores on demand until the adapter says stop, or is gone."""
         decode = msgspec.json.Decoder(ToZygote).decode
         while True:
-            watched = [self._control.fileno(), self._adapter, *([self._core[1]] if self._core else [])]
+            watched = [self._control.fileno(), self._adapter, *([self._core[2]] if self._core else [])]
             ready, _, _ = select.select(watched, [], [])
-            if self._core and self._core[1] in ready:
+            if self._core and self._core[2] in ready:
                 self._reap()
             if self._adapter in ready:
                 return self._kill()
@@ -187,14 +189,14 @@ class Zygote:
 
     def _fork(self, launch: Launch) -> None:
         if reason := self._unfit():
-            self.send(Failed(reason))
+            self.send(Failed(0, reason))
             sys.exit(1)
         zygote = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _be_core(lambda: self._run(self._control, launch), self._control, zygote)
-        self._core = (pid, os.pidfd_open(pid))
-        self.send(Launched(pid))
+            _be_core(self._run, self._control, launch, zygote)
+        self._core = (launch.launch, pid, os.pidfd_open(pid))
+        self.send(Launched(launch.launch, pid))
 
     @staticmethod
     def _unfit() -> str | None:
@@ -206,41 +208,57 @@ class Zygote:
 
     def _reap(self) -> None:
         assert self._core is not None
-        pid, fd = self._core
+        launch, pid, fd = self._core
         self._core = None
         os.close(fd)
         _, status = os.waitpid(pid, 0)
-        self.send(Exited(pid, os.waitstatus_to_exitcode(status)))
+        self.send(Exited(launch, pid, os.waitstatus_to_exitcode(status)))
 
     def _kill(self) -> None:
         if self._core:
-            signal.pidfd_send_signal(self._core[1], signal.SIGKILL)
+            signal.pidfd_send_signal(self._core[2], signal.SIGKILL)
             self._reap()
 
     def _stop(self) -> None:
         if self._core:
-            signal.pidfd_send_signal(self._core[1], signal.SIGTERM)
-            select.select([self._core[1], self._adapter], [], [], self._stop_grace_s)
+            signal.pidfd_send_signal(self._core[2], signal.SIGTERM)
+            select.select([self._core[2], self._adapter], [], [], self._stop_grace_s)
         self._kill()
 
 
-def _be_core(run: Callable[[], int], control: socket.socket, zygote: int) -> NoReturn:
+def _be_core(
+    run: Callable[[socket.socket, Launch], int], control: socket.socket, launch: Launch, zygote: int
+) -> NoReturn:
     """Be an EngineCore until it ends; never returns into the zygote's code."""
     status = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _die_quickly()
         if os.getppid() == zygote:  # else it died before the kernel knew that we care
-            status = run()
+            status = run(control, launch)
     except SystemExit as exc:
         status = exc.code if isinstance(exc.code, int) else 0
     except BaseException as exc:
         traceback.print_exc()
         with contextlib.suppress(OSError):
-            control.send(msgspec.json.encode(Failed(one_sentence(exc))))
+            control.send(msgspec.json.encode(Failed(launch.launch, reason_of(exc))))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _die_quickly() -> None:
+    """Make a crash show at once: by a Python traceback in the log, instead of what takes seconds beforehand.
+
+    A library of vLLM's resolves the symbols of a native backtrace at SIGSEGV, 6 s of it. A core dump writes the KV
+    cache out: 1 is below any dump's size, and the one limit that also stops a dump into a pipe (fs/coredump.c).
+    """
+    for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
+        signal.signal(number, signal.SIG_DFL)
+    faulthandler.enable()
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0 if hard == 0 else 1, hard))
 
 
 def _run_core(control: socket.socket, launch: Launch) -> int:
@@ -248,7 +266,7 @@ def _run_core(control: socket.socket, launch: Launch) -> int:
     settings = launch.settings
     model_dir = str(resolve_model(settings.model, settings.offline))
     config = _engine_config(settings, model_dir)
-    control.send(msgspec.json.encode(Resolved(model_dir, _model_facts(config))))
+    control.send(msgspec.json.encode(Resolved(launch.launch, model_dir, _model_facts(config))))
     core = importlib.import_module("vllm.v1.engine.core")
     _extend(core, launch)
     core.EngineCoreProc.run_engine_core(
@@ -262,10 +280,11 @@ def _run_core(control: socket.socket, launch: Launch) -> int:
 
 
 def _thread_died(args: threading.ExceptHookArgs) -> None:
-    """End the process: an EngineCore whose socket thread has died would take requests and never answer."""
+    """End the process with either socket thread: without them an EngineCore takes requests and never answers."""
     traceback.print_exception(args.exc_type, args.exc_value, args.exc_traceback)
-    sys.stderr.flush()
-    os._exit(1)
+    if args.thread is not None and "_sockets" in args.thread.name:
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def resolve_model(model: str, offline: bool) -> Path:
@@ -280,7 +299,7 @@ def resolve_model(model: str, offline: bool) -> Path:
         try:
             model_dir = Path(hub.snapshot_download(model, local_files_only=offline, ignore_patterns=unused))
         except Exception as exc:
-            raise EngineDead(f"there is no model '{model}' here, nor from the hub ({one_sentence(exc)})") from exc
+            raise EngineDead(f"there is no model '{model}' here, nor from the hub ({reason_of(exc)})") from exc
         check_model_dir(model_dir)
     return model_dir
 
@@ -340,7 +359,7 @@ def _extend(core: Any, launch: Launch) -> None:
             validate(request.sampling_params)
             return compile_grammar(manager, request)
         except Exception as exc:
-            request.trace_headers = {vllm_wire.ERROR_KEY: f"cannot use json_schema: {one_sentence(exc)}"}
+            request.trace_headers = {vllm_wire.ERROR_KEY: f"cannot constrain the output: {reason_of(exc)}"}
             raise
 
     core.EngineCoreProc._perform_handshakes = perform_handshakes
@@ -381,7 +400,7 @@ def main() -> None:
         version = preload(options.threads, options.eager)
     except Exception as exc:
         traceback.print_exc()
-        zygote.send(Failed(one_sentence(exc)))
+        zygote.send(Failed(0, reason_of(exc)))
         sys.exit(1)
     zygote.send(Preloaded(version, time.monotonic() - started_s))
     zygote.serve()

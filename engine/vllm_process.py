@@ -24,7 +24,6 @@ _LOG_TAIL_BYTES: Final = 4096
 
 def environment(settings: VllmSettings, base: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the engine's processes: no network of its own accord, logs to stderr."""
-    cache_dir = settings.cache_dir or str(Path(settings.run_dir) / "cache")
     offline = settings.offline or Path(settings.model).expanduser().is_dir()
     forced = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -35,8 +34,8 @@ def environment(settings: VllmSettings, base: Mapping[str, str]) -> dict[str, st
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [_import_root(), base.get("PYTHONPATH")])),
         "TMPDIR": str(Path(settings.run_dir) / "tmp"),
-        "VLLM_CACHE_ROOT": cache_dir,
-        "TORCHINDUCTOR_CACHE_DIR": str(Path(cache_dir) / "torchinductor"),
+        "VLLM_CACHE_ROOT": settings.cache_dir,
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(settings.cache_dir) / "torchinductor"),
     }
     if offline:
         forced |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}

@@ -43,5 +43,5 @@ if [ "$ENGINE" = vllm ]; then
             ;;
     esac
 fi
-"${init[@]}" >&2
+"${init[@]}" >/dev/null
 exec .venv/bin/seedanced --config "$STATE/seedanced.toml" --hints

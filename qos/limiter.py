@@ -275,6 +275,10 @@ class TenantLimiter:
         self._streams += streams
         return None
 
+    def retry_after_s(self, now: float) -> float:
+        """Return how long a request of one stream would be refused if nothing else happened; 0.0 for not at all."""
+        return max((refusal.retry_after_s or 0.0 for refusal in self._refusals(now, 1)), default=0.0)
+
     def _refusals(self, now: float, streams: int) -> Iterator[Refusal]:
         most = self._tokens.streams
         if most is not None and streams > most:

@@ -7,6 +7,7 @@ last message. With an `id` of its own choice in each request, one connection car
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -121,18 +122,25 @@ class InferStream:
         """Return the message for more text with log probabilities, made by `openai_response.chat_logprobs`."""
         return self._message({"delta": text, "logprobs": logprobs["content"]})
 
-    def finish(self, finish_reason: FinishReason | str, usage: Usage) -> bytes:
-        """Return the last message of a stream."""
-        return self._message({"finish_reason": finish_reason, "usage": usage.as_json()})
+    def finish(
+        self, finish_reason: FinishReason | str, usage: Usage, retry_after_s: float | None = None
+    ) -> bytes:
+        """Return the last message of a stream; `retry_after_s` when a quota has ended it."""
+        return self._message(_ending(finish_reason, usage, retry_after_s))
 
     def whole(
-        self, text: str, finish_reason: FinishReason | str, usage: Usage, logprobs: dict[str, Any] | None = None
+        self,
+        text: str,
+        finish_reason: FinishReason | str,
+        usage: Usage,
+        logprobs: dict[str, Any] | None = None,
+        retry_after_s: float | None = None,
     ) -> bytes:
-        """Return the only message of a request with `"stream": false`."""
+        """Return the only message of a request with `"stream": false`; `retry_after_s` when a quota has ended it."""
         fields: dict[str, Any] = {"text": text}
         if logprobs is not None:
             fields["logprobs"] = logprobs["content"]
-        return self._message({**fields, "finish_reason": finish_reason, "usage": usage.as_json()})
+        return self._message({**fields, **_ending(finish_reason, usage, retry_after_s)})
 
     def error(self, error: ApiError) -> bytes:
         """Return the message that ends the stream with an error."""
@@ -140,6 +148,13 @@ class InferStream:
 
     def _message(self, fields: dict[str, Any]) -> bytes:
         return _encode(fields if self._id is None else {"id": self._id, **fields})
+
+
+def _ending(finish_reason: FinishReason | str, usage: Usage, retry_after_s: float | None) -> dict[str, Any]:
+    ending: dict[str, Any] = {"finish_reason": finish_reason, "usage": usage.as_json()}
+    if retry_after_s is not None:
+        ending["retry_after_ms"] = math.ceil(retry_after_s * 1000)
+    return ending
 
 
 def _check(request: InferRequest) -> None:

@@ -6,6 +6,7 @@ event costs one string escape and one concatenation. Events are whole: `data: â€
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -71,6 +72,15 @@ class _Stream:
         """Return the event that tells the usage of the whole request; it has no choice."""
         return self._envelope + b'],"usage":' + _encode(usage.as_json()) + b"}\n\n"
 
+    def finish(self, finish_reason: FinishReason | str) -> bytes:
+        """Return the last event of the choice."""
+        raise NotImplementedError
+
+    def quota_exceeded(self, usage: Usage, retry_after_s: float) -> bytes:
+        """Return the last event of a choice that a quota has ended: with the usage, and when to come back."""
+        event = self.finish(FinishReason.QUOTA_EXCEEDED).removesuffix(self._usage_null)
+        return event + b"]," + _encode(_told_of_quota(usage, retry_after_s))[1:] + b"\n\n"
+
     def _event(self, choice: dict[str, Any]) -> bytes:
         return self._envelope + _encode({"index": self._index, **choice}) + self._usage_null
 
@@ -126,8 +136,15 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + openai_error_body(error) + b"\n\n"
 
 
-def chat_response(response_id: str, model: str, created: int, choices: Iterable[Choice], usage: Usage) -> bytes:
-    """Return the body of a chat completion that was not streamed."""
+def chat_response(
+    response_id: str,
+    model: str,
+    created: int,
+    choices: Iterable[Choice],
+    usage: Usage,
+    retry_after_s: float | None = None,
+) -> bytes:
+    """Return the body of a chat completion that was not streamed; `retry_after_s` when a quota has ended it."""
     entries = [
         {
             "index": choice.index,
@@ -137,11 +154,18 @@ def chat_response(response_id: str, model: str, created: int, choices: Iterable[
         }
         for choice in choices
     ]
-    return _response(_envelope("chat.completion", response_id, model, created), entries, usage)
+    return _response(_envelope("chat.completion", response_id, model, created), entries, usage, retry_after_s)
 
 
-def completion_response(response_id: str, model: str, created: int, choices: Iterable[Choice], usage: Usage) -> bytes:
-    """Return the body of a completion that was not streamed."""
+def completion_response(
+    response_id: str,
+    model: str,
+    created: int,
+    choices: Iterable[Choice],
+    usage: Usage,
+    retry_after_s: float | None = None,
+) -> bytes:
+    """Return the body of a completion that was not streamed; `retry_after_s` when a quota has ended it."""
     entries = [
         {
             "index": choice.index,
@@ -151,7 +175,7 @@ def completion_response(response_id: str, model: str, created: int, choices: Ite
         }
         for choice in choices
     ]
-    return _response(_envelope("text_completion", response_id, model, created), entries, usage)
+    return _response(_envelope("text_completion", response_id, model, created), entries, usage, retry_after_s)
 
 
 def chat_logprobs(positions: Sequence[TokenLogprobs], vocabulary: Vocabulary) -> dict[str, Any]:
@@ -220,5 +244,12 @@ def _envelope(kind: str, response_id: str, model: str, created: int) -> dict[str
     return {"id": response_id, "object": kind, "created": created, "model": model}
 
 
-def _response(envelope: dict[str, Any], choices: list[dict[str, Any]], usage: Usage) -> bytes:
-    return _encode({**envelope, "choices": choices, "usage": usage.as_json()})
+def _response(
+    envelope: dict[str, Any], choices: list[dict[str, Any]], usage: Usage, retry_after_s: float | None
+) -> bytes:
+    told = {"usage": usage.as_json()} if retry_after_s is None else _told_of_quota(usage, retry_after_s)
+    return _encode({**envelope, "choices": choices, **told})
+
+
+def _told_of_quota(usage: Usage, retry_after_s: float) -> dict[str, Any]:
+    return {"usage": usage.as_json(), "retry_after_ms": math.ceil(retry_after_s * 1000)}

@@ -39,8 +39,8 @@ class FlowDriver(Protocol):
 class RingFlow:
     """One stream socket on the ring; see `driver.Flow`. What is not in there is for this package alone.
 
-    `number` is the descriptor, `sqe` a send's SQE without address and length, `out` what the next batch takes, `backlog` what comes after it (None: keeping up).
-    `receiving` and `waiting_writable` say which operations are in flight.
+    `number` is the descriptor, `sqe` a send's SQE without address and length, `out` what the next batch takes,
+    `backlog` what comes after it (None: keeping up). `receiving` and `waiting_writable` say what is in flight.
     """
 
     __slots__ = (
@@ -115,7 +115,7 @@ class RingFlow:
             self._driver.close_flow(self)
 
     def abort(self) -> None:
-        if self.state in (OPEN, CLOSING, LINGERING):
+        if self.state in (OPEN, CLOSING, LINGERING, DETACHING):
             with borrowed(self.number) as handle:
                 handle.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
             self._driver.end_flow(self, None)

@@ -80,7 +80,7 @@ class RingSelector(selectors.BaseSelector):
                 address=KIND_POLL << KIND_SHIFT | generation,
                 flags=abi.IOSQE_CQE_SKIP_SUCCESS,
             )
-            # The caller may close the descriptor next: the poll must not outlive that, nor meet its number's next owner.
+            # The caller may close the descriptor next: the poll must not outlive that, nor meet the next of its number.
             self._ring.submit()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -162,9 +162,7 @@ class RingLoop(asyncio.SelectorEventLoop):
 
     _closed = True  # until asyncio's own part is set up: its destructor asks
 
-    def __init__(
-        self, *, entries: int = 4096, cq_entries: int = 16384, receive_buffers: int = RECEIVE_BUFFERS
-    ) -> None:
+    def __init__(self, *, entries: int = 4096, cq_entries: int = 16384, receive_buffers: int = RECEIVE_BUFFERS) -> None:
         """Raises KernelError where the kernel has no usable io_uring."""
         ring = Uring(entries, cq_entries)
         self._ring_selector = RingSelector(ring)
@@ -214,5 +212,3 @@ def new_loop(io: str = "auto") -> tuple[asyncio.AbstractEventLoop, Driver]:
             return loop, loop.driver
     plain = EpollLoop()
     return plain, plain.driver
-
-

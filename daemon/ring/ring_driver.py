@@ -35,7 +35,7 @@ from seedance.daemon.ring.receive import ReceiveBuffers
 from seedance.daemon.ring.send_queue import SendQueue
 from seedance.daemon.ring.uring import Uring
 
-RECEIVE_BUFFERS: Final = 1024
+RECEIVE_BUFFERS: Final = 256
 RECEIVE_BUFFER_BYTES: Final = 4096
 _LINGER_S: Final = 2.0
 _ACCEPT_AGAIN_S: Final = 0.1
@@ -178,6 +178,17 @@ class RingDriver:
             data = self._receive_buffers.take(flags >> abi.CQE_BUFFER_SHIFT, max(result, 0))
         if not flags & abi.CQE_F_MORE:
             flow.receiving = False
+        self._tell(flow, result, data)
+        if flow.receiving:
+            return
+        if flow.state == LINGERING and flow.eof:
+            self.end_flow(flow, None)
+        elif flow.state in (OPEN, CLOSING, LINGERING) and not flow.paused:
+            self.arm_receive(flow)
+        else:
+            self._release_if_idle(flow)
+
+    def _tell(self, flow: RingFlow, result: int, data: bytes) -> None:
         if result > 0:
             if flow.state in (OPEN, DETACHING):
                 self._call(flow, flow.endpoint.data_received, data)
@@ -189,14 +200,6 @@ class RingDriver:
             self._exhausted += 1
         elif result != -errno.ECANCELED:
             self.end_flow(flow, OSError(-result, os.strerror(-result)))
-        if flow.receiving:
-            return
-        if flow.state == LINGERING and flow.eof:
-            self.end_flow(flow, None)
-        elif flow.state in (OPEN, CLOSING, LINGERING) and not flow.paused:
-            self.arm_receive(flow)
-        else:
-            self._release_if_idle(flow)
 
     def _accepted(self, listener: RingListener, result: int, flags: int) -> None:
         if result >= 0:

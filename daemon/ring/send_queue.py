@@ -1,7 +1,7 @@
-"""Batched sends that need no completion: what is sent to a flow between two turns of the loop leaves in the next batch.
+"""Batched sends that need no completion: what is sent to flows between two turns of the loop leaves in the next batch.
 
-A batch is up to 256 frames, joined into one pool buffer, and one SQE each. MSG_DONTWAIT makes the kernel finish the send
-inside the enter, MSG_WAITALL makes a short send post its count instead of passing for a full one, and CQE_SKIP_SUCCESS
+A batch is up to 256 frames, joined into one pool buffer, and one SQE each. MSG_DONTWAIT makes the kernel finish the
+send inside the enter, MSG_WAITALL makes a short send post its count instead of passing for a full one, CQE_SKIP_SUCCESS
 makes a full send post nothing (never without WAITALL: a short send would be lost silently; `check` tries it at start).
 So the common case costs no completion, and its buffer is free when the enter returns. The last batch of a turn is left
 for the enter that waits: one system call a turn.

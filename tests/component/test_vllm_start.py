@@ -100,3 +100,9 @@ def test_a_model_that_is_not_there_is_told_before_anything_is_started(tmp_path: 
     )
     assert states == [EngineState.STARTING, EngineState.DEAD, EngineState.STOPPED]
     assert not (tmp_path / "run").exists()
+
+
+def test_stopping_what_was_never_started_does_nothing(tmp_path: Path) -> None:
+    adapter = VllmAdapter(VllmSettings(model="/m", name="m", run_dir=str(tmp_path)))
+    asyncio.run(adapter.stop())
+    assert asyncio.run(adapter.statistics()).state is EngineState.STOPPED

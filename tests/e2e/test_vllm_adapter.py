@@ -190,7 +190,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, reference: subprocess.Popen
 
 def test_a_model_that_vllm_does_not_know_is_refused_in_one_sentence(engine: Engine) -> None:
     assert engine.refusal == (
-        "cannot start the engine: Model architectures ['NoSuchForCausalLM'] are not supported for now.; "
+        "cannot start the engine: Model architectures ['NoSuchForCausalLM'] are not supported for now; "
         f"its log is '{engine.adapter.log_path}'"
     )
     assert "Traceback" in engine.adapter.log_path.read_text()
@@ -261,7 +261,7 @@ def test_a_schema_that_cannot_be_followed_fails_that_request_alone(engine: Engin
     (failed,), fine = engine.run(both())
     assert (failed.finish_reason, failed.token_ids) == (FinishReason.ERROR, [])
     assert failed.error is not None
-    assert failed.error.startswith("cannot use json_schema: ")
+    assert failed.error.startswith("cannot constrain the output: ")
     assert "not supported by xgrammar" in failed.error
     assert fine[-1].finish_reason is FinishReason.LENGTH
 
@@ -367,3 +367,4 @@ def test_everything_ends_with_the_fork_server(engine: Engine) -> None:
     engine.run(engine.adapter.stop())
     assert engine.events.states[-1][0] is EngineState.STOPPED
     assert processes_of_session(zygote) == []
+    assert not list(engine.link.parent.glob("core-*"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.protocol_drive import client_frame, converse, cut, head_of
 from support.protocol_invariants import check_websocket
@@ -25,6 +25,8 @@ from seedance.daemon.protocol.websocket import (
     accept_response_headers,
 )
 
+# No deadline per example: other work on the machine says nothing about the code.
+CALM = settings(deadline=None)
 MASKS = st.binary(min_size=4, max_size=4)
 PLACES = st.lists(st.integers(1, 700), max_size=12)
 MESSAGES = st.text(max_size=150).map(TextReceived) | st.binary(max_size=300).map(BinaryReceived)
@@ -55,6 +57,7 @@ def conversations(draw: st.DrawFn) -> tuple[bytes, list[Event]]:
     return data + client_frame(Opcode.CLOSE, close_payload(code, reason)), [*events, CloseReceived(code, reason)]
 
 
+@CALM
 @given(conversations(), PLACES)
 def test_right_frames_come_back_however_cut(conversation: tuple[bytes, list[Event]], places: list[int]) -> None:
     data, expected = conversation
@@ -72,16 +75,19 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
+@CALM
 @given(damaged() | st.binary(max_size=200), PLACES)
 def test_any_cut_gives_the_same(data: bytes, places: list[int]) -> None:
     check_websocket(data, places)
 
 
+@CALM
 @given(damaged())
 def test_byte_by_byte_gives_the_same(data: bytes) -> None:
     check_websocket(data, range(len(data)))
 
 
+@CALM
 @given(st.binary(max_size=64), st.booleans(), MASKS)
 def test_text_is_taken_when_python_takes_it(payload: bytes, fin: bool, mask: bytes) -> None:
     data = client_frame(Opcode.TEXT, payload, fin=fin, mask=mask)
@@ -95,6 +101,7 @@ def test_text_is_taken_when_python_takes_it(payload: bytes, fin: bool, mask: byt
     assert (events[0] == expected) if expected else not isinstance(events[0], TextReceived)
 
 
+@CALM
 @given(st.lists(MESSAGES, max_size=5), PLACES)
 def test_websockets_is_a_peer(messages: list[TextReceived | BinaryReceived], places: list[int]) -> None:
     """Handshake, messages both ways and the closing handshake with a client that we did not write."""

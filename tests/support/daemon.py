@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +24,38 @@ from seedance.daemon.keys import hash_key, new_key
 TIMEOUT_S = 30.0
 _MARK = "SEEDANCE_TEST_DAEMON"
 
-CONFIG = """
-[listen]
-tcp = ["127.0.0.1:0"]
-unix = "http.sock"
-[paths]
-state = "state"
-run = "run"
-tenants = "tenants.d"
-[engine]
-kind = "synthetic"
-[engine.synthetic]
-tokens_per_s = 200
-[worker]
-idle_timeout = "{idle_timeout}"
-io = "{io}"
-"""
+# Table → key → value; JSON's literals are TOML's.
+_CONFIG: dict[str, dict[str, Any]] = {
+    "listen": {"tcp": ["127.0.0.1:0"], "unix": "http.sock"},
+    "paths": {"state": "state", "run": "run", "tenants": "tenants.d"},
+    "engine": {"kind": "synthetic"},
+    "engine.synthetic": {"tokens_per_s": 200},
+    "worker": {},
+    "http": {},
+}
+
+
+def _config(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = []
+    for name, usual in _CONFIG.items():
+        lines.append(f"[{name}]")
+        values = {**usual, **tables.get(name, {})}
+        lines += [f"{key} = {msgspec.json.encode(value).decode()}" for key, value in values.items()]
+    return "\n".join([*lines, ""])
 
 
 class Daemon:
     """The daemon; `keys` are those of its tenants."""
 
-    def __init__(self, folder: Path, *, io: str = "auto", idle_timeout: str = "5min") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        io: str = "auto",
+        idle_timeout: str = "5min",
+        tables: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """`tables` are tables of the configuration, for what differs from the usual."""
         self.folder = folder
         self.config = folder / "seedanced.toml"
         self.keys: dict[str, str] = {}
@@ -54,7 +64,9 @@ class Daemon:
         self._process: subprocess.Popen[bytes] | None = None
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tenants.d").mkdir()
-        self.config.write_text(CONFIG.format(io=io, idle_timeout=idle_timeout))
+        tables = dict(tables or {})
+        tables["worker"] = {"io": io, "idle_timeout": idle_timeout, **tables.get("worker", {})}
+        self.config.write_text(_config(tables))
 
     def add_tenant(self, name: str, limits: str = "") -> None:
         """Write a tenant's file; a running daemon learns of it by a reload."""
@@ -139,6 +151,37 @@ class Daemon:
         """Return what a short chat of this tenant gives."""
         messages = [{"role": "user", "content": "Hello"}]
         return "".join(self.client(tenant).chat(messages, model="synthetic", max_tokens=tokens, seed=1))
+
+    def descriptors(self) -> dict[str, int]:
+        """Return how many descriptors each process has open, by the name of its command."""
+        return {
+            Path(f"/proc/{pid}/comm").read_text().strip(): len(os.listdir(f"/proc/{pid}/fd"))
+            for pid in self.processes()
+        }
+
+    def is_at_rest(self) -> bool:
+        """Whether nothing is left of any request: no connection, stream or KV block, no buffer out of its pool."""
+        status = self.status()
+        engine, gateway = status.engine.statistics, status.gateway
+        if engine is None or engine.running or engine.waiting or engine.kv_blocks_used:
+            return False
+        if gateway.greeting or gateway.waiting or gateway.held:
+            return False
+        for tenant in status.tenants:
+            if tenant.connections or tenant.used.streams:
+                return False
+            io = tenant.io
+            # The one flow is the engine channel.
+            if io is not None and (io.flows != 1 or io.buffers_free != io.buffers_total):
+                return False
+        return True
+
+    def stop(self) -> None:
+        """End it as an operator does, and see that nothing of it stays."""
+        self.signal(signal.SIGTERM)
+        assert self.wait() == 0
+        assert self.processes() == []
+        assert [path for path in self.folder.rglob("*") if path.is_socket()] == [self.folder / "notify.sock"]
 
     def close(self) -> None:
         """End whatever is left of it, by force."""

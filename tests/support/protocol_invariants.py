@@ -137,3 +137,19 @@ def check_websocket(data: bytes, places: Iterable[int]) -> None:
     assert [isinstance(event, CloseReceived | Failed) for event in events] == [False] * (len(events) - 1) + [True]
     closing = [opcode is Opcode.CLOSE for opcode, _ in read_frames(sent)]
     assert not any(closing[:-1])
+
+
+def check_http_input(data: bytes) -> None:
+    """Check one input of the fuzz target: a connection's bytes, the first of which also says where the cuts are."""
+    check_http(data, _steps(data))
+    check_head(data)
+
+
+def check_websocket_input(data: bytes) -> None:
+    """Check one input of the fuzz target: what a client sends after the handshake; cuts as over HTTP."""
+    check_websocket(data, _steps(data))
+
+
+def _steps(data: bytes) -> range:
+    step = data[0] % 31 + 1 if data else 1
+    return range(step, len(data), step)

@@ -19,7 +19,7 @@ import msgspec
 from seedance.engine import vllm_control as control
 from seedance.engine.vllm_core import Zygote
 
-LAUNCH = control.Launch(control.VllmSettings(model="m", name="m", run_dir="/"), "ipc://in", "ipc://out")
+LAUNCH = control.Launch(1, control.VllmSettings(model="m", name="m", run_dir="/"), "ipc://in", "ipc://out")
 
 
 def sleep(_: socket.socket, __: control.Launch) -> int:

@@ -43,6 +43,12 @@ class InitramfsWriter:
             self._file.write(data)
             self._pad(len(data))
 
+    def device(self, where: str | PurePosixPath, major: int, minor: int) -> None:
+        """Add a character device."""
+        path = PurePosixPath(where)
+        if self._is_new(path):
+            self._header(_name(path), stat.S_IFCHR | 0o666, 0, 0, (major, minor))
+
     def data(self, where: str | PurePosixPath, content: bytes, mode: int = 0o644) -> None:
         """Add a file with this content."""
         path = PurePosixPath(where)
@@ -83,10 +89,10 @@ class InitramfsWriter:
         self._seen.add(path)
         return True
 
-    def _header(self, name: str, mode: int, mtime: int, size: int) -> None:
+    def _header(self, name: str, mode: int, mtime: int, size: int, device: tuple[int, int] = (0, 0)) -> None:
         encoded = name.encode() + b"\0"
-        inode, links, device = len(self._seen), 1, 0
-        fields = (inode, mode, 0, 0, links, mtime, size, device, device, device, device, len(encoded), 0)
+        inode, owner, group, links, checksum = len(self._seen), 0, 0, 1, 0
+        fields = (inode, mode, owner, group, links, mtime, size, 0, 0, *device, len(encoded), checksum)
         head = b"070701" + b"".join(b"%08X" % field for field in fields)
         self._file.write(head + encoded)
         self._pad(len(head) + len(encoded))

@@ -10,10 +10,12 @@ import ctypes
 import fcntl
 import json
 import os
+import resource
 import socket
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +32,7 @@ MOUNTS: Final = (
 _SIOCGIFFLAGS: Final = 0x8913
 _SIOCSIFFLAGS: Final = 0x8914
 _IFF_UP: Final = 1
+_DESCRIPTORS: Final = 65_536
 _RB_AUTOBOOT: Final = 0x01234567
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
@@ -47,6 +50,11 @@ def bring_loopback_up() -> None:
         reply = fcntl.ioctl(sock, _SIOCGIFFLAGS, name + bytes(24))
         flags = struct.unpack_from("H", reply, 16)[0] | _IFF_UP
         fcntl.ioctl(sock, _SIOCSIFFLAGS, name + struct.pack("H", flags) + bytes(22))
+
+
+def raise_limits() -> None:
+    """Allow as many descriptors as a login on the supported systems may take."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, _DESCRIPTORS))
 
 
 def run_tests() -> int:
@@ -83,8 +91,10 @@ def main() -> None:
     try:
         mount_all()
         bring_loopback_up()
+        raise_limits()
+        started_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         status = run_tests()
-        report = {"status": status, "kernel": os.uname().release, "bad_log": bad_log_lines()}
+        report = {"status": status, "kernel": os.uname().release, "bad_log": bad_log_lines(), "seconds": started_s}
         with open("/dev/ttyS2", "wb", buffering=0) as port:
             port.write(json.dumps(report).encode() + b"\n")
     finally:

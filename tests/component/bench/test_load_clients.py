@@ -16,8 +16,6 @@ import pytest
 from bench.contender import read_times
 from bench.processes import LineProcess
 
-pytestmark = pytest.mark.component
-
 ROOT = Path(__file__).resolve().parents[3]
 WAIT_S = 20.0
 UPGRADED = (

@@ -156,7 +156,9 @@ def test_connecting_to_nobody_is_refused(any_rig: Rig) -> None:
     any_rig.run(main)
 
 
-def test_auto_falls_back_to_epoll_with_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_falls_back_to_epoll_with_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise KernelError("set up io_uring", 1)
 

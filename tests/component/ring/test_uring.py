@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import time
 
@@ -86,8 +87,6 @@ def test_without_waitall_a_short_send_would_be_lost(ring: Uring) -> None:
     with ours, peer:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         data = bytearray(1 << 20)
-        import ctypes
-
         anchor = (ctypes.c_char * len(data)).from_buffer(data)
         for extra, posts in ((0, 0), (socket.MSG_WAITALL, 1)):
             ring.push(

@@ -9,8 +9,6 @@ from bench.contender import Idle, Received, Run, latencies, read_times, run_of
 from bench.fanout import Size, idle_bytes, ratios, summary, turn, warnings
 from bench.processes import BenchError, Spent
 
-pytestmark = pytest.mark.unit
-
 
 def received(*, messages: int = 640, lost: int = 0) -> Received:
     return Received(

@@ -9,6 +9,7 @@ import pytest
 
 from seedance.daemon import links
 from seedance.daemon.config import HttpConfig, WorkerConfig
+from seedance.engine.channel import EngineChanged
 from seedance.engine.packets import MAX_PACKET_BYTES, Codec
 from seedance.engine.request import ModelInfo
 from seedance.errors import RemoteProtocolError
@@ -19,11 +20,17 @@ QUOTA = Quota(tenant="acme", keys=("sha256:" + "0" * 64,), tokens=TokenQuota(str
 SNAPSHOT = LimiterSnapshot(
     wall=1.5, request_ages_s=[RequestGroup(3.0, 2), RequestGroup(2.0, 1)], credits=1.0, minute=WindowSnapshot(1.0, 2)
 )
-SETTINGS = links.WorkerSettings(
-    quota=QUOTA, worker=WorkerConfig(), http=HttpConfig(), log_level="info", limiter=SNAPSHOT, test_echo=True
-)
 MODEL = ModelInfo(
     name="m", tokenizer_dir="", max_model_len=9, vocab_size=9, eos_token_ids=(1,), created=1, engine="synthetic"
+)
+SETTINGS = links.WorkerSettings(
+    quota=QUOTA,
+    worker=WorkerConfig(),
+    http=HttpConfig(),
+    log_level="info",
+    engine=EngineChanged("ready", "", MODEL),
+    limiter=SNAPSHOT,
+    test_echo=True,
 )
 
 MESSAGES: list[tuple[Codec[Any], Any]] = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -73,13 +72,6 @@ def test_what_cannot_be_read_is_an_error_of_its_file(tmp_path: Path) -> None:
         error = files[name]
         assert isinstance(error, ConfigError)
         assert word in str(error)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
-def test_a_file_that_others_own_is_an_error_of_its_file(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_text("")
-    (tmp_path / "a.toml").chmod(0)
-    assert isinstance(read_files(tmp_path)[str(tmp_path / "a.toml")], ConfigError)
 
 
 def test_a_folder_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:

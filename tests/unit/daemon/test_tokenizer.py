@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from seedance.daemon import tokenizer
 from seedance.daemon.doors.errors import ApiError
+from seedance.daemon.stop_strings import StopDetokenizer
 from seedance.engine import synthetic_vocabulary
 
 USER = [{"role": "user", "content": "the stream"}]
@@ -68,7 +69,7 @@ def test_a_broken_or_missing_file_is_an_error(tmp_path: pathlib.Path) -> None:
 def test_stop_strings_end_a_stream(tmp_path: pathlib.Path) -> None:
     made = tokenizer.load(tiny_tokenizers.write_model(tmp_path))
     ids = made.encode("the tenant, the worker", add_special_tokens=False)
-    stream = made.stop_detokenizer([","], include_stop=True)
+    stream = StopDetokenizer(made.detokenizer(), [","], include_stop=True)
     assert stream.feed(ids) == "the tenant,"
     assert stream.stopped == ","
     assert stream.surplus_tokens > 0

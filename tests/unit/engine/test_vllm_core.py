@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from seedance.engine import vllm_control as control
-from seedance.engine.vllm_core import one_sentence, resolve_model
+from seedance.engine.vllm_core import reason_of, resolve_model
 from seedance.errors import EngineDead
 
 
@@ -57,20 +57,25 @@ class _ValidationError(Exception):
         (EngineDead("there is no model"), "there is no model"),
     ],
 )
-def test_an_exception_in_one_sentence(exc: Exception, text: str) -> None:
-    assert one_sentence(exc) == text
+def test_an_exception_as_one_line(exc: Exception, text: str) -> None:
+    assert reason_of(exc) == text
 
 
 def test_a_long_reason_is_cut_at_a_sentence_or_else_at_a_word() -> None:
-    sentence = one_sentence(RuntimeError("word " * 500))
+    sentence = reason_of(RuntimeError("word " * 500))
     assert len(sentence) < 350
     assert sentence.endswith("word …")
-    assert one_sentence(RuntimeError("it is unknown. Known: " + "name, " * 500)) == "RuntimeError: it is unknown."
+    assert reason_of(RuntimeError("it is unknown. Known: " + "name, " * 500)) == "RuntimeError: it is unknown."
 
 
 def test_control_messages_keep_their_kind() -> None:
     settings = control.VllmSettings(model="/m", name="m", run_dir="/run/x")
-    for message in (control.Launch(settings, "ipc://a", "ipc://b"), control.Stop()):
+    for message in (control.Launch(1, settings, "ipc://a", "ipc://b"), control.Stop()):
         assert msgspec.json.decode(msgspec.json.encode(message), type=control.ToZygote) == message
-    for news in (control.Failed("x"), control.Exited(3, -9), control.Launched(3), control.Preloaded("0.32.0", 7.5)):
+    for news in (
+        control.Failed(0, "x"),
+        control.Exited(1, 3, -9),
+        control.Launched(1, 3),
+        control.Preloaded("0.32.0", 7.5),
+    ):
         assert msgspec.json.decode(msgspec.json.encode(news), type=control.ToAdapter) == news

@@ -1,0 +1,23 @@
+"""The installation's secret: made once, private; and the salts that come from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from seedance.daemon.secret import cache_salt, load_secret
+
+
+def test_a_secret_is_made_once_and_is_private(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "secret"
+    secret = load_secret(path)
+    assert len(secret) == 32
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert load_secret(path) == secret
+    assert [entry.name for entry in path.parent.iterdir()] == ["secret"]
+    assert load_secret(tmp_path / "other") != secret
+
+
+def test_salts_differ_by_tenant_and_by_secret() -> None:
+    salts = {cache_salt(secret, tenant) for secret in (b"a" * 32, b"b" * 32) for tenant in ("acme", "globex")}
+    assert len(salts) == 4
+    assert cache_salt(b"a" * 32, "acme") in salts
