@@ -40,7 +40,7 @@ format: ## Put the code into the form that lint asks for
 .PHONY: test-vm
 test-vm: ## The ring and the wheels on a baseline processor under QEMU: KERNEL=package
 	@$(SETUP) base dev vm
-	@$(PY) tests/vm/run.py $(if $(KERNEL),--kernel $(KERNEL))
+	@PYTHONPATH=tests $(PY) -m vm.run $(if $(KERNEL),--kernel $(KERNEL))
 
 AUTOBAHN := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/seedance/autobahn
 
@@ -64,7 +64,7 @@ wheel: ## dist/seedance-*.whl
 .PHONY: clean
 clean: ## Remove what was built here; .venv stays
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	@find . -name __pycache__ -not -path "./.venv/*" -prune -exec rm -rf {} +
 
 .PHONY: distclean
 distclean: clean ## Remove .venv too

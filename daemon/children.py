@@ -27,6 +27,8 @@ _LONGEST_PAUSE_S: Final = 10.0
 _STEADY_S: Final = 10.0
 _SURVEY_S: Final = 0.5
 _ENDING_S: Final = 1.0
+# What the service manager tells its main process (sd_notify(3)); a child that used it would be taken for that.
+_OURS_ALONE: Final = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC")
 
 
 class Backoff:
@@ -68,7 +70,9 @@ def spawn(module: str, arguments: Sequence[str], link: socket.socket) -> int:
 
     The child's standard input is empty, its standard output is our standard error, and every signal is as by default.
     """
-    argv = [sys.executable, "-m", module, *arguments]
+    # Without -P the working directory would come first among the places that modules are imported from.
+    argv = [sys.executable, "-P", "-m", module, *arguments]
+    environment = {name: value for name, value in os.environ.items() if name not in _OURS_ALONE}
     actions: list[Any] = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_DUP2, 2, 1),
@@ -76,7 +80,7 @@ def spawn(module: str, arguments: Sequence[str], link: socket.socket) -> int:
     ]
     usual = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD, signal.SIGXFSZ]
     return os.posix_spawn(
-        sys.executable, argv, os.environ, file_actions=actions, setpgroup=0, setsigmask=[], setsigdef=usual
+        sys.executable, argv, environment, file_actions=actions, setpgroup=0, setsigmask=[], setsigdef=usual
     )
 
 

@@ -53,7 +53,7 @@ class HttpConnection:
     """An endpoint that speaks HTTP; see `openai_door.Exchange` for the part that answers write to.
 
     `deadline_s` says when it is closed if it is still in `phase_seen` then, and `left_bytes` what it had not sent at
-    its last deadline; `quiet` that nothing was sent since the last ping was due.
+    its last deadline.
     """
 
     __slots__ = (
@@ -69,7 +69,6 @@ class HttpConnection:
         "listener",
         "peer",
         "phase_seen",
-        "quiet",
     )
 
     flow: Flow
@@ -86,7 +85,6 @@ class HttpConnection:
         self.phase_seen: Phase | None = None
         self.deadline_s = math.inf
         self.left_bytes = 0
-        self.quiet = True
 
     @property
     def is_streaming(self) -> bool:
@@ -164,7 +162,6 @@ class HttpConnection:
     def _flush(self) -> None:
         data = self.http.data_to_send()
         if data:
-            self.quiet = False
             self._behind = self.flow.send(data) > self._owner.max_backlog_bytes
 
     def _head_received(self, request: Request) -> None:
@@ -237,11 +234,12 @@ class HttpConnection:
         return self.http.chunked
 
     def write(self, data: bytes) -> None:
-        self.write_framed(chunk(data) if self.http.chunked else data)
+        waiting_bytes = self.flow.send(chunk(data) if self.http.chunked else data)
+        if waiting_bytes:
+            self.fell_behind(waiting_bytes)
 
-    def write_framed(self, data: bytes) -> None:
-        self.quiet = False
-        if self.flow.send(data) > self._owner.max_backlog_bytes:
+    def fell_behind(self, waiting_bytes: int) -> None:
+        if waiting_bytes > self._owner.max_backlog_bytes:
             _log.info("a client of %s reads too slowly; its stream is ended", self.peer or self.listener)
             self._cancel()
             self.flow.abort()

@@ -115,12 +115,13 @@ class StatusReport(msgspec.Struct, tag="status", tag_field="reply", frozen=True,
 
 
 class Reloaded(msgspec.Struct, tag="reload", tag_field="reply", frozen=True, kw_only=True):
-    """What a reload changed."""
+    """What a reload changed. `note` says what it has not put in force, "" where there is nothing to say."""
 
     added: list[str]
     changed: list[str]
     removed: list[str]
     bad_files: list[BadFile]
+    note: str = ""
 
 
 class Stopping(msgspec.Struct, tag="stop", tag_field="reply", frozen=True):

@@ -89,6 +89,8 @@ def reload(context: _Context) -> None:
     assert isinstance(reply, control.Reloaded)
     for word, names in (("added", reply.added), ("changed", reply.changed), ("removed", reply.removed)):
         click.echo(f"{word}: {', '.join(names) or 'none'}")
+    if reply.note:
+        click.echo(reply.note, err=True)
     for bad in reply.bad_files:
         click.echo(str(ConfigError(bad.path, bad.key, bad.reason)), err=True)
     if reply.bad_files:

@@ -39,13 +39,18 @@ _REPLACEMENT: Final = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """What turns the token ids of one stream into text."""
+    """What turns the token ids of one stream into text.
+
+    While `is_plain` is set, a token whose entry in `Vocabulary.entries` is a text stands for just that, and the
+    detokenizer need not be asked about it.
+    """
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether nothing of the tokens so far bears on the next."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete; ids outside the vocabulary have none."""
-
-    def feed_one(self, token_id: int) -> str:
-        """Return the text that this token completes; as `feed` with one."""
 
     def finish(self) -> str:
         """Return what is left at the end of the stream; bytes that are no whole character become U+FFFD."""
@@ -64,6 +69,11 @@ class Vocabulary:
         self._table = table
         self._token_bytes = token_bytes
         self._hf = hf
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """Return every token's entry by id: its text, or its bytes; none without a table."""
+        return self._table.entries if self._table is not None else ()
 
     @property
     def has_table(self) -> bool:
@@ -118,13 +128,10 @@ class ByteDetokenizer:
         self._pending = data[used:]
         return text
 
-    def feed_one(self, token_id: int) -> str:
-        """Return the text that this token completes: `feed` for one, which is what nearly every step brings."""
-        if not self._pending and token_id < len(self._entries):
-            entry = self._entries[token_id]
-            if isinstance(entry, str):
-                return entry
-        return self.feed((token_id,))
+    @property
+    def is_plain(self) -> bool:
+        """Return whether no bytes are held."""
+        return not self._pending
 
     def finish(self) -> str:
         """Return U+FFFD for bytes that were left, if any."""
@@ -165,13 +172,10 @@ class RunDetokenizer:
                 pass  # some token is a byte, or none of ours
         return self._feed_slowly(token_ids)
 
-    def feed_one(self, token_id: int) -> str:
-        """Return the text that this token completes: `feed` for one, which is what nearly every step brings."""
-        if self._plain and token_id < len(self._entries):
-            entry = self._entries[token_id]
-            if isinstance(entry, str):
-                return entry
-        return self._feed_slowly((token_id,))
+    @property
+    def is_plain(self) -> bool:
+        """Return whether no run is open and the beginning of the text is past."""
+        return self._plain
 
     def finish(self) -> str:
         """Return what the run at the end of the stream stands for."""
@@ -242,9 +246,10 @@ class StreamDetokenizer:
         self._told += len(text)
         return text
 
-    def feed_one(self, token_id: int) -> str:
-        """Return the text that this token completes."""
-        return self.feed((token_id,))
+    @property
+    def is_plain(self) -> bool:
+        """Return False: the library keeps its own counsel."""
+        return False
 
     def finish(self) -> str:
         """Return what the library's decoder was still holding."""

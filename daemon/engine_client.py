@@ -7,9 +7,10 @@ in one read, and everything that the step makes us send leaves with the enter th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from seedance.daemon.decoder_table import Entry
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.ring.driver import Driver, Flow
 from seedance.daemon.stream import Stream
@@ -42,6 +43,8 @@ class EngineClient:
         self._engine_changed = engine_changed
         self._streams: dict[int, Stream] = {}
         self._number = 0
+        self.texts: Sequence[Entry] = ()
+        """The vocabulary's entries, set with the model: most tokens are a text by themselves."""
         self._flow: Flow | None = None
         self._receiver: Receiver[ToWorker] = Receiver(ToWorker)
 
@@ -124,7 +127,10 @@ class EngineClient:
     # -- streams ------------------------------------------------------------------------------------------------------
 
     def _step_completed(self, batch: Batch) -> None:
-        find = self._streams.get
+        # Each token of each stream passes through this loop. It touches as few objects as it can: with a thousand
+        # streams none of them is in the processor's cache any more when its turn comes.
+        find, texts = self._streams.get, self.texts
+        last = len(texts) - 1
         tokens = 0
         for number, token_id in batch.pairs():
             stream = find(number)
@@ -132,12 +138,13 @@ class EngineClient:
                 continue  # aborted when this was under way
             tokens += 1
             stream.output_tokens += 1
-            if stream.stop is None:
-                text = stream.feed_one(token_id)
-                if text:
-                    stream.text_arrived(text)
-            else:
-                self._advance(stream, Delta(number, [token_id]))
+            if stream.plain and token_id <= last:
+                text = texts[token_id]
+                if text.__class__ is str:
+                    if text:
+                        stream.sink.text_arrived(text)
+                    continue
+            self._advance(stream, Delta(number, [token_id]))
         for delta in batch.deltas:
             stream = find(delta.stream)
             if stream is None:
@@ -155,6 +162,7 @@ class EngineClient:
         if reason is FinishReason.STOP and token_ids and token_ids[-1] in stream.hidden_token_ids:
             token_ids = token_ids[:-1]
         text = (stop or stream.detokenizer).feed(token_ids)
+        stream.plain = stop is None and stream.detokenizer.is_plain
         surplus_tokens = 0
         if stop is not None and stop.stopped is not None:
             surplus_tokens = stop.surplus_tokens
@@ -167,7 +175,7 @@ class EngineClient:
         if delta.logprobs is not None:
             stream.sink.logprobs_arrived(text, delta.logprobs[: len(delta.logprobs) - surplus_tokens])
         elif text:
-            stream.text_arrived(text)
+            stream.sink.text_arrived(text)
         # Telling it may have ended the stream from outside: a client whose backlog is full is cut off.
         if reason is not None and self._remove(stream):
             if reason is FinishReason.ERROR:
@@ -180,7 +188,7 @@ class EngineClient:
         self.abort(streams)
         for stream in streams:
             if text := (stream.stop or stream.detokenizer).finish():
-                stream.text_arrived(text)
+                stream.sink.text_arrived(text)
             stream.sink.stream_finished(FinishReason.QUOTA_EXCEEDED)
 
     def _lose_all(self, why: str) -> None:

@@ -421,6 +421,7 @@ def main() -> None:
     finally:
         gateway.close()
         loop.close()
+    os._exit(0)  # taking apart what was imported would only hold up the daemon's end
 
 
 if __name__ == "__main__":

@@ -47,14 +47,12 @@ class Owner(Protocol):
 class WebSocketConnection:
     """An endpoint that speaks WebSocket; `message_received` is what a door does with a message."""
 
-    __slots__ = ("_missed", "_owner", "flow", "max_backlog_bytes", "quiet", "web_socket")
+    __slots__ = ("_missed", "_owner", "flow", "web_socket")
 
     def __init__(self, owner: Owner, flow: Flow, message_bytes: int) -> None:
         self._owner = owner
         self._missed = 0
         self.flow = flow
-        self.max_backlog_bytes = owner.max_backlog_bytes
-        self.quiet = True
         self.web_socket = WebSocketServer(message_bytes)
 
     def data_received(self, data: bytes) -> None:
@@ -98,32 +96,30 @@ class WebSocketConnection:
         self._flush()
 
     def tick(self) -> None:
-        """Ping when nothing was sent since the last tick; end a connection whose peer answers nothing.
+        """Ping; end a connection whose peer has answered nothing to the last ones.
 
         Our close counts as a ping, and so does waiting for the peer to take what is left for it.
         """
-        if not self.quiet:
-            self.quiet = True
-        elif self._missed >= MISSED_PINGS:
+        if self._missed >= MISSED_PINGS:
             self.flow.abort()
-        else:
-            self._missed += 1
-            if self.web_socket.is_open:
-                self.web_socket.send_ping()
-                self._flush()
-            self.quiet = True
+            return
+        self._missed += 1
+        if self.web_socket.is_open:
+            self.web_socket.send_ping()
+            self._flush()
 
     def send(self, frame: bytes) -> None:
-        """Send one frame; a peer that reads too slowly is cut off."""
-        self.quiet = False
-        if self.flow.send(frame) > self.max_backlog_bytes:
-            self.cut_off()
+        """Send one frame."""
+        waiting_bytes = self.flow.send(frame)
+        if waiting_bytes:
+            self.fell_behind(waiting_bytes)
 
-    def cut_off(self) -> None:
-        """End a connection whose peer reads too slowly, and its streams."""
-        _log.info("a WebSocket client reads too slowly; its streams are ended")
-        self.cancel_all()
-        self.flow.abort()
+    def fell_behind(self, waiting_bytes: int) -> None:
+        """End the connection, and its streams, once so much waits because the peer reads too slowly."""
+        if waiting_bytes > self._owner.max_backlog_bytes:
+            _log.info("a WebSocket client reads too slowly; its streams are ended")
+            self.cancel_all()
+            self.flow.abort()
 
     def _event(self, event: Event) -> None:
         if isinstance(event, TextReceived | BinaryReceived):
@@ -223,18 +219,22 @@ class InferConnection(WebSocketConnection):
             self._owner.service.cancel(answer)
 
 
+_PLAIN_DELTA: Final = TextTemplate(*InferStream().around_text())
+
+
 class _InferAnswer(Answer):
     """One stream of a connection, and its own sink."""
 
-    __slots__ = ("_builder", "_connection", "_frame", "_id", "_parts", "_positions", "_service")
+    __slots__ = ("_builder", "_connection", "_flow", "_id", "_parts", "_positions", "_service", "_template")
 
     def __init__(self, connection: InferConnection, service: Service, request: InferRequest) -> None:
         super().__init__()
         self._connection = connection
+        self._flow = connection.flow
         self._service = service
         self._id = request.id
         self._builder = InferStream(request.id)
-        self._frame = TextTemplate(*self._builder.around_text()).frame
+        self._template = TextTemplate(*self._builder.around_text()) if request.id else _PLAIN_DELTA
         self._parts: list[str] | None = None if request.streams() else []
         self._positions: list[TokenLogprobs] = []
 
@@ -254,11 +254,10 @@ class _InferAnswer(Answer):
 
     def text_arrived(self, text: str) -> None:
         if self._parts is None:
-            # `connection.send`, spelled out: this is the hot path.
-            connection = self._connection
-            connection.quiet = False
-            if connection.flow.send(self._frame(_json(text))) > connection.max_backlog_bytes:
-                connection.cut_off()
+            # The hot path: past the connection, straight to its flow.
+            waiting_bytes = self._flow.send(self._template.frame(_json(text)))
+            if waiting_bytes:
+                self._connection.fell_behind(waiting_bytes)
         else:
             self._parts.append(text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -15,6 +15,7 @@ from seedance.daemon.doors.openai_request import ChatRequest, CompletionRequest,
 from seedance.daemon.doors.openai_response import ChatStream, Choice, CompletionStream, Usage
 from seedance.daemon.protocol import sse
 from seedance.daemon.protocol.sse import EventTemplate
+from seedance.daemon.ring.driver import Flow
 from seedance.daemon.service import Answer, Prompt, Service
 from seedance.daemon.stream import Sink
 from seedance.engine.request import FinishReason, TokenLogprobs
@@ -23,7 +24,12 @@ _json: Final = msgspec.json.Encoder().encode
 
 
 class Exchange(Protocol):
-    """One request's half of an HTTP connection that an answer writes to."""
+    """One request's half of an HTTP connection that an answer writes to.
+
+    What is sent on `flow` directly must be in HTTP chunks already, where the response is `chunked`.
+    """
+
+    flow: Flow
 
     @property
     def chunked(self) -> bool:
@@ -41,8 +47,8 @@ class Exchange(Protocol):
     def write(self, data: bytes) -> None:
         """Send a piece of the streamed response."""
 
-    def write_framed(self, data: bytes) -> None:
-        """Send a piece of the streamed response that is in HTTP chunks already, where it has to be."""
+    def fell_behind(self, waiting_bytes: int) -> None:
+        """The client has so much to take still of what was sent on `flow` directly."""
 
     def end_stream(self) -> None:
         """End the streamed response: the last call."""
@@ -170,22 +176,27 @@ class _StreamedAnswer(_OpenAIAnswer):
 class _EventSink:
     """One choice of a streamed answer."""
 
-    __slots__ = ("_answer", "_builder", "_exchange", "_frame", "_offset")
+    __slots__ = ("_answer", "_builder", "_chunked", "_exchange", "_flow", "_offset", "_template")
 
     def __init__(self, answer: _StreamedAnswer, exchange: Exchange, builder: ChatStream | CompletionStream) -> None:
         self._answer = answer
         self._exchange = exchange
         self._builder = builder
         self._offset = 0
-        self._frame: Callable[[bytes], bytes]
+        self._flow = exchange.flow
+        self._template = EventTemplate(*builder.around_text())
+        self._chunked = True
 
     def started(self) -> None:
         """The response has begun: it is known now how it is framed."""
-        template = EventTemplate(*self._builder.around_text())
-        self._frame = template.chunk if self._exchange.chunked else template.event
+        self._chunked = self._exchange.chunked
 
     def text_arrived(self, text: str) -> None:
-        self._exchange.write_framed(self._frame(_json(text)))
+        # The hot path: past the connection, straight to its flow.
+        template, data = self._template, _json(text)
+        waiting_bytes = self._flow.send(template.chunk(data) if self._chunked else template.event(data))
+        if waiting_bytes:
+            self._exchange.fell_behind(waiting_bytes)
 
     def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
         logprobs = self._answer.format_logprobs(positions, self._offset)

@@ -79,6 +79,7 @@ class Service:
         self._engine_detail = change.detail
         if change.model is not None:
             self.model, self._tokenizer = change.model, tokenizer
+            self.engine.texts = () if tokenizer is None else tokenizer.vocabulary.entries
             self._defaults = defaults or SamplingDefaults()
 
     def quota_changed(self, quota: Quota) -> None:

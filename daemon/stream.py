@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from seedance.daemon.detokenizer import Detokenizer
@@ -30,19 +30,19 @@ class Sink(Protocol):
 class Stream:
     """One generation on its way to one sink; `number` is its name on the engine channel.
 
-    A token of `hidden_token_ids` that ends the stream counts, but has no text.
+    A token of `hidden_token_ids` that ends the stream counts, but has no text. `plain` says that a token with a text of
+    its own stands for just that text: nothing is held back before it, nothing is looked for in it.
     """
 
     __slots__ = (
         "cached_tokens",
         "detokenizer",
-        "feed_one",
         "hidden_token_ids",
         "number",
         "output_tokens",
+        "plain",
         "sink",
         "stop",
-        "text_arrived",
     )
 
     def __init__(self, sink: Sink, detokenizer: Detokenizer, stop: StopDetokenizer | None) -> None:
@@ -51,9 +51,7 @@ class Stream:
         self.sink = sink
         self.detokenizer = detokenizer
         self.stop = stop
+        self.plain = stop is None and detokenizer.is_plain
         self.output_tokens = 0
         self.cached_tokens = 0
         self.hidden_token_ids: tuple[int, ...] = ()
-        # Looked up once here instead of once a token.
-        self.feed_one: Callable[[int], str] = detokenizer.feed_one
-        self.text_arrived: Callable[[str], None] = sink.text_arrived

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from seedance import __version__
+from seedance.daemon import config as configuration
 from seedance.daemon import control, sockets
 from seedance.daemon.config import Config
 from seedance.daemon.notify import notify, watchdog_interval_s
@@ -110,14 +111,30 @@ class Supervisor:
         except ConfigError as exc:
             return control.Failed(str(exc))
         return control.Reloaded(
-            added=changes.added, changed=changes.changed, removed=changes.removed, bad_files=self._bad_files()
+            added=changes.added,
+            changed=changes.changed,
+            removed=changes.removed,
+            bad_files=self._bad_files(),
+            note=self._restart_note(),
         )
+
+    def _restart_note(self) -> str:
+        """Say whether the configuration file differs from what is in force: a reload is about tenants only."""
+        try:
+            if configuration.load(self._config.path) == self._config:
+                return ""
+        except ConfigError as exc:
+            return str(exc)
+        return f"'{self._config.path}' has changed; that counts after a restart"
 
     def _reload_asked(self) -> None:
         try:
             self._reload()
         except ConfigError as exc:
             _log.error("%s", exc)
+        note = self._restart_note()
+        if note:
+            _log.warning("%s", note)
 
     def _reload(self) -> Changes:
         """Read the tenant files again and tell everybody. Raises ConfigError when there is no folder to read."""

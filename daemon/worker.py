@@ -54,7 +54,7 @@ from seedance.engine.packets import PacketSocket
 from seedance.qos.limiter import LimiterStatistics, TenantLimiter
 
 _log = logging.getLogger(__name__)
-_TICK_S: Final = 1.0
+_LONGEST_TICK_S: Final = 1.0
 
 Connection = HttpConnection | WebSocketConnection
 
@@ -79,6 +79,7 @@ class Worker:
         self._idle_since_s = loop.time()
         self._idle_told = False
         self._told = LimiterStatistics()
+        self._tick_s = min(_LONGEST_TICK_S, settings.http.ping_interval_s / 4)
         self._next_ping_s = 0.0
         self._patience_s = {
             Phase.IDLE: settings.http.idle_timeout_s,
@@ -101,7 +102,7 @@ class Worker:
         self._handover = PacketSocket(handover, loop, self._handed_over, self._handover_closed)
         self._control = PacketSocket(control, loop, self._ordered, self._finish)
         self._report(WorkerReady(driver.statistics().driver))
-        loop.call_later(_TICK_S, self._tick)
+        loop.call_later(self._tick_s, self._tick)
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -176,12 +177,13 @@ class Worker:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """Once a second: deadlines, pings, the supervisor's books, and whether there is still something to do here."""
+        """About once a second: deadlines, pings, the supervisor's books, and whether there is still something to do here."""
         now = self._loop.time()
         pings = now >= self._next_ping_s
         if pings:
-            # Twice in the interval: who was quiet for one half is never quiet for a whole one.
-            self._next_ping_s = now + self._settings.http.ping_interval_s / 2
+            # Twice in the interval, whether anything else was sent or not: nobody has to remember who was quiet. The
+            # next tick may come as much as a tick late.
+            self._next_ping_s = now + self._settings.http.ping_interval_s / 2 - self._tick_s
         for connection in list(self._connections):
             if isinstance(connection, HttpConnection):
                 self._check(connection, now, pings)
@@ -193,7 +195,7 @@ class Worker:
             self._idle_told = True
             self._report(WorkerIdle())
         if not self.finished.done():
-            self._loop.call_later(_TICK_S, self._tick)
+            self._loop.call_later(self._tick_s, self._tick)
 
     def _check(self, connection: HttpConnection, now: float, pings: bool) -> None:
         phase = connection.http.phase
@@ -203,9 +205,7 @@ class Worker:
         elif now >= connection.deadline_s:
             self._end(connection, now)
         if pings and phase is Phase.STREAMING:
-            if connection.quiet:
-                connection.ping()
-            connection.quiet = True
+            connection.ping()
 
     def _end(self, connection: HttpConnection, now: float) -> None:
         """Close a connection; one whose peer takes nothing of what is left for it is cut off the next time."""

@@ -163,6 +163,7 @@ def main() -> None:
     worker = importlib.import_module("seedance.daemon.worker")
     cache = importlib.import_module("seedance.daemon.tokenizer_cache")
     Zygote(socket.socket(fileno=LINK_FD), worker.run, cache.tokenizer_of).serve()
+    os._exit(0)  # taking apart what was imported would only hold up the daemon's end
 
 
 if __name__ == "__main__":

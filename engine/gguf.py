@@ -111,7 +111,8 @@ def convert(source: Source, models_dir: Path, report: Report) -> Path:
         with tempfile.TemporaryDirectory(prefix=".converting-", dir=models_dir) as scratch:
             result = Path(scratch, "model")
             result.mkdir()
-            _write_model(_whole_file(source, Path(scratch)), result, report)
+            whole = _whole_file(source, Path(scratch))
+            _write_model(whole, result, report)
             for notice in source.notices:
                 shutil.copy(notice, result)
             _publish(result, target)
@@ -124,7 +125,7 @@ def _whole_file(source: Source, scratch: Path) -> Path:
     """Return the GGUF file in one piece, checked against its sum."""
     if len(source.parts) == 1:
         return source.parts[0]
-    _require_space(scratch, sum(part.stat().st_size for part in source.parts))
+    _require_space(scratch.parent, sum(part.stat().st_size for part in source.parts))
     whole = scratch / f"{source.name}.gguf"
     digest = hashlib.sha256()
     with whole.open("wb") as out:
@@ -140,9 +141,9 @@ def _whole_file(source: Source, scratch: Path) -> Path:
     return whole
 
 
-def _require_space(where: Path, needed_bytes: int) -> None:
-    if shutil.disk_usage(where).free < needed_bytes:
-        raise KernelError(f"write {needed_bytes >> 20} MiB under '{where.parent}'", errno.ENOSPC)
+def _require_space(models_dir: Path, needed_bytes: int) -> None:
+    if shutil.disk_usage(models_dir).free < needed_bytes:
+        raise KernelError(f"write {needed_bytes >> 20} MiB into '{models_dir}'", errno.ENOSPC)
 
 
 def _write_model(gguf_file: Path, result: Path, report: Report) -> None:
@@ -155,7 +156,7 @@ def _write_model(gguf_file: Path, result: Path, report: Report) -> None:
     with _as_config_error(gguf_file):
         reader = gguf.GGUFReader(str(gguf_file))
         weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
-    _require_space(result, weights * _BYTES_PER_WEIGHT + _TOKENIZER_BYTES)
+    _require_space(result.parent.parent, weights * _BYTES_PER_WEIGHT + _TOKENIZER_BYTES)
 
     report("loading the converter")
     torch: Any = importlib.import_module("torch")

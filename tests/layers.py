@@ -75,14 +75,15 @@ LAYERS: Final = (
     Layer("bpf", 300),
     Layer("component", 600),
     Layer("packaging", 300),
-    Layer("vm", 600, parts=("vm",), commands=((sys.executable, "tests/vm/run.py"),)),
+    Layer("vm", 600, parts=("vm",), commands=((sys.executable, "-m", "vm.run"),)),
     Layer("e2e", 900, parts=("engine", "model")),
 )
 
 
 def run(command: Sequence[str], limit_s: float) -> int:
     """Run a command in a process group of its own; return its exit status, 124 when it took too long."""
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:

@@ -32,12 +32,20 @@ def main() -> int:
 @contextlib.contextmanager
 def echo_server(state: Path) -> Iterator[str]:
     """Run the daemon and yield the URL of its echo route."""
-    init = [BIN / "seedancectl", "init", state, "--engine", "synthetic", "--port", "0"]
+    init: list[str | Path] = [BIN / "seedancectl", "init", state, "--engine", "synthetic", "--port", "0"]
     subprocess.run(init, check=True, stdout=subprocess.DEVNULL)
     config = state / "seedanced.toml"
     with config.open("a", encoding="utf-8") as file:
         file.write(f'\n[worker]\nmax_message = "{LARGEST_MESSAGE}"\nmax_backlog = "{LARGEST_MESSAGE}"\n')
-    command = [BIN / "seedanced", "--config", config, "--hints", "--test-echo", "--log-level", "warning"]
+    command: list[str | Path] = [
+        BIN / "seedanced",
+        "--config",
+        config,
+        "--hints",
+        "--test-echo",
+        "--log-level",
+        "warning",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as daemon:
         assert daemon.stdout is not None
         try:

@@ -152,6 +152,19 @@ def test_reload_and_check_name_a_bad_file(daemon: Daemon) -> None:
     assert _seedanced("--config", str(daemon.config), "--check-config").returncode == 0
 
 
+def test_a_reload_says_that_the_configuration_itself_needs_a_restart(daemon: Daemon) -> None:
+    before = daemon.config.read_text()
+    try:
+        daemon.config.write_text(before.replace('"127.0.0.1:0"', '"127.0.0.1:1"'))
+        shown = _ctl(daemon.folder, "reload")
+        assert (shown.returncode, shown.stderr) == (0, f"'{daemon.config}' has changed; that counts after a restart\n")
+        daemon.config.write_text(before + "[no.such]\n")
+        assert "no" in daemon.reload().note
+    finally:
+        daemon.config.write_text(before)
+    assert daemon.reload().note == ""
+
+
 def test_a_second_daemon_on_the_same_folder_is_refused(daemon: Daemon) -> None:
     shown = _seedanced("--config", str(daemon.config))
     assert shown.returncode == 78

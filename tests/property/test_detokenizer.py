@@ -45,8 +45,7 @@ def cut(ids: Sequence[int], sizes: list[int]) -> list[Sequence[int]]:
 
 
 def told(stream: Detokenizer, pieces: list[Sequence[int]]) -> str:
-    parts = [stream.feed_one(piece[0]) if len(piece) == 1 else stream.feed(piece) for piece in pieces]
-    return "".join(parts) + stream.finish()
+    return "".join([stream.feed(piece) for piece in pieces]) + stream.finish()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -140,16 +140,18 @@ def check_websocket(data: bytes, places: Iterable[int]) -> None:
 
 
 def check_http_input(data: bytes) -> None:
-    """Check one input of the fuzz target: a connection's bytes, the first of which also says where the cuts are."""
-    check_http(data, _steps(data))
+    """Check one input of the fuzz target: a connection's bytes, of which the first and last also say where to cut."""
+    check_http(data, _places(data))
     check_head(data)
 
 
 def check_websocket_input(data: bytes) -> None:
     """Check one input of the fuzz target: what a client sends after the handshake; cuts as over HTTP."""
-    check_websocket(data, _steps(data))
+    check_websocket(data, _places(data))
 
 
-def _steps(data: bytes) -> range:
-    step = data[0] % 31 + 1 if data else 1
-    return range(step, len(data), step)
+def _places(data: bytes) -> tuple[int, ...]:
+    if not data:
+        return ()
+    first, last = data[0], data[-1]
+    return tuple(place % len(data) for place in (first, last, first + last))

@@ -21,10 +21,15 @@ HEAVY_ALLOWED: Final = frozenset(("seedance.engine.gguf", "seedance.engine.vllm_
 PURE: Final = ("seedance.daemon.doors", "seedance.daemon.protocol", "seedance.engine.request", "seedance.qos")
 """What decides: packages and modules without input, output or clock."""
 
-TOUCHING: Final = frozenset(
-    "asyncio ctypes fcntl mmap multiprocessing os pathlib random select selectors shutil signal socket ssl subprocess sys "
-    "tempfile threading time zmq".split()
-)
+# fmt: off
+TOUCHING: Final = frozenset((
+    "asyncio", "ctypes", "fcntl", "mmap", "multiprocessing", "os", "pathlib", "random", "select", "selectors", "shutil",
+    "signal", "socket", "ssl", "subprocess", "sys", "tempfile", "threading", "time", "zmq",
+))
+# fmt: on
+
+
+IMPORT_CALLS: Final = ("importlib.import_module", "__import__")
 
 
 def module_name(path: Path) -> str:
@@ -48,9 +53,8 @@ def imports_of(tree: ast.AST) -> Iterator[str]:
             assert node.module is not None
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
-            if node.args and isinstance(node.args[0], ast.Constant):
-                yield str(node.args[0].value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in IMPORT_CALLS:
+            yield from (str(first.value) for first in node.args[:1] if isinstance(first, ast.Constant))
 
 
 FILES: Final = source_files()

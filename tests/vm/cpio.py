@@ -23,7 +23,9 @@ class InitramfsWriter:
     def __enter__(self) -> InitramfsWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self._header(_TRAILER, 0, 0, 0)
         self._file.close()

@@ -63,7 +63,13 @@ def run_tests() -> int:
     with open("/dev/ttyS1", "wb", buffering=0) as screen:
         command = [sys.executable, "-m", "pytest", *plan["arguments"]]
         done = subprocess.run(
-            command, cwd=plan["cwd"], env=environment, stdout=screen, stderr=screen, stdin=subprocess.DEVNULL, check=False
+            command,
+            cwd=plan["cwd"],
+            env=environment,
+            stdout=screen,
+            stderr=screen,
+            stdin=subprocess.DEVNULL,
+            check=False,
         )
     return done.returncode
 

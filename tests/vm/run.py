@@ -1,6 +1,6 @@
 """Run tests in a machine of our own under QEMU: a processor without any extension, and a kernel of Debian's.
 
-    python tests/vm/run.py [--kernel PACKAGE] [--cpu MODEL] [--keep] [TEST...]
+    PYTHONPATH=tests python -m vm.run [--kernel PACKAGE] [--cpu MODEL] [TEST...]
 
 The guest is an initramfs of what is here: this interpreter with its standard library, the shared libraries that it
 and the wheels use, the installed requirements of seedance and pytest, and the checkout. So what is tested are the very
@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from packaging.requirements import Requirement
-
-from cpio import InitramfsWriter
+from vm.cpio import InitramfsWriter
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 CACHE: Final = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seedance" / "vm"
@@ -82,7 +81,8 @@ def main() -> int:
     report = boot(qemu, kernel, initramfs, options.cpu, options.timeout)
     if report is None:
         console = (BUILD / "console.log").read_text(errors="replace").splitlines()
-        print("cannot tell how the tests went: the machine ended without a report; its console's end:", *console[-15:], sep="\n  ")
+        print("cannot tell how the tests went: the machine ended without a report; its console's end:")
+        print(*console[-15:], sep="\n")
         return EX_UNAVAILABLE
     print(f"guest: {report['seconds']:.1f} s up to pytest's start")
     print(f"kernel {report['kernel']}, processor {options.cpu}: {time.monotonic() - began:.1f} s with boot")
@@ -148,7 +148,9 @@ def resolve(name: str, apt: list[str]) -> str:
 
 
 def unpack_kernel(name: str, package: str, apt: list[str], scratch: Path) -> Path:
-    got = subprocess.run(["apt-get", *apt, "-q", "download", package], cwd=scratch, capture_output=True, text=True, check=False)
+    got = subprocess.run(
+        ["apt-get", *apt, "-q", "download", package], cwd=scratch, capture_output=True, text=True, check=False
+    )
     debs = list(scratch.glob("*.deb"))
     if got.returncode or not debs:
         raise Unavailable(f"cannot download {package}: {got.stderr.strip()[-200:]}")
@@ -222,7 +224,9 @@ def runtime_requirements() -> list[str]:
 
 def installed_files(name: str) -> list[tuple[Path, str]]:
     files = metadata.files(name) or []
-    return [(Path(file.locate()), str(file)) for file in files if ".." not in file.parts and Path(file.locate()).is_file()]
+    return [
+        (Path(file.locate()), str(file)) for file in files if ".." not in file.parts and Path(file.locate()).is_file()
+    ]
 
 
 def shared_libraries(binaries: list[Path]) -> set[Path]:

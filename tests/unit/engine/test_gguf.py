@@ -1,4 +1,4 @@
-"""Finding a GGUF file, the cache, and what is said when a file is no use; the conversion itself is an end-to-end test."""
+"""Finding a GGUF file, the cache, and what is said of a file that is no use. Converting is tested end to end."""
 
 from __future__ import annotations
 

@@ -7,7 +7,15 @@ import os
 import platform
 from pathlib import Path
 
+import click
+import httptools
+import jinja2
+import msgspec
+import pyroute2
 import pytest
+import rich
+import tokenizers
+import zmq
 
 pytestmark = pytest.mark.skipif(os.environ.get("SEEDANCE_GUEST") != "1", reason="runs in a guest: make test-vm")
 
@@ -36,15 +44,6 @@ def test_the_kernel_makes_a_ring() -> None:
 
 def test_every_library_of_the_daemon_works_here() -> None:
     """Import is not enough: an instruction that the processor lacks may stand in a function's fast path."""
-    import click
-    import httptools
-    import jinja2
-    import msgspec
-    import pyroute2
-    import rich
-    import tokenizers
-    import zmq
-
     assert click.style("x", bold=True) and rich.get_console()
     numbers = list(range(1000))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(numbers)) == numbers
