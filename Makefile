@@ -9,6 +9,9 @@ MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
 SETUP := packaging/setup.sh
 
+ENGINE ?= vllm
+PORT ?= 8000
+STATE ?= $(or $(XDG_STATE_HOME),$(HOME)/.local/state)/seedance
 export ENGINE MODEL PORT STATE
 
 .PHONY: help
@@ -17,7 +20,8 @@ help: ## This list
 
 .PHONY: run
 run: ## Serve a model: ENGINE=vllm|synthetic MODEL=hub-name|path|file.gguf PORT=8000 STATE=dir
-	@packaging/run.sh
+	@packaging/prepare.sh
+	@exec .venv/bin/seedanced --config "$(STATE)/seedanced.toml" --hints
 
 # --- tests --------------------------------------------------------------------------------------------------------
 
@@ -42,7 +46,7 @@ test-vm: ## The ring and the wheels on a baseline processor under QEMU: KERNEL=p
 	@$(SETUP) base dev vm
 	@PYTHONPATH=tests $(PY) -m vm.run $(if $(KERNEL),--kernel $(KERNEL))
 
-AUTOBAHN := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/seedance/autobahn
+AUTOBAHN := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/seedance/autobahn
 
 .PHONY: test-autobahn
 test-autobahn: ## The Autobahn WebSocket suite against the worker's echo route: CASES="1.* 9.1.1"

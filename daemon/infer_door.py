@@ -30,7 +30,8 @@ _json = msgspec.json.Encoder().encode
 
 MAX_STREAMS: Final = 256
 """Streams at once on one connection, whatever the tenant's own limit."""
-MISSED_PINGS: Final = 3
+MISSED_TICKS: Final = 6
+"""There are two ticks to a ping interval: who says nothing at all for three intervals is gone."""
 
 
 class Owner(Protocol):
@@ -100,7 +101,7 @@ class WebSocketConnection:
 
         Our close counts as a ping, and so does waiting for the peer to take what is left for it.
         """
-        if self._missed >= MISSED_PINGS:
+        if self._missed >= MISSED_TICKS:
             self.flow.abort()
             return
         self._missed += 1

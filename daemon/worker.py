@@ -19,6 +19,7 @@ from typing import Final
 
 from seedance.daemon.connection import HttpConnection
 from seedance.daemon.doors import infer
+from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.engine_client import EngineClient
 from seedance.daemon.infer_door import EchoConnection, InferConnection, WebSocketConnection
 from seedance.daemon.links import (
@@ -177,7 +178,7 @@ class Worker:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """About once a second: deadlines, pings, the supervisor's books, and whether there is still something to do here."""
+        """About once a second: deadlines, pings, the supervisor's books, and whether to stay at all."""
         now = self._loop.time()
         pings = now >= self._next_ping_s
         if pings:
@@ -215,7 +216,10 @@ class Worker:
             return
         connection.left_bytes = left_bytes
         connection.deadline_s = now + self._settings.http.idle_timeout_s
-        connection.flow.close()
+        if connection.http.phase is Phase.BODY:
+            connection.fail(ApiError("invalid_request", "cannot wait longer for the request's body", status=408))
+        else:
+            connection.flow.close()
 
     def _tell_limiter(self) -> None:
         statistics = self._limiter.statistics()

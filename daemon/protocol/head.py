@@ -89,8 +89,9 @@ _FAULTS: Final = (
     (re.compile(rb""), "a header field contains a control character"),
 )
 _FIRST_BYTES: Final = frozenset(byte for byte in range(256) if re.match(rb"[" + _TOKEN + rb"]", bytes((byte,))))
-_HOST: Final = re.compile(r"[A-Za-z0-9\-._~!$&'()*+,;=%:\[\]]*")
-_ABSOLUTE: Final = re.compile(r"https?://[^/?]+", re.IGNORECASE)
+_HOST_CHARACTERS: Final = r"[A-Za-z0-9\-._~!$&'()*+,;=%:\[\]]"
+_HOST: Final = re.compile(_HOST_CHARACTERS + "*")
+_ABSOLUTE: Final = re.compile(r"https?://" + _HOST_CHARACTERS + r"+(?=[/?]|\Z)", re.IGNORECASE)
 _LENGTH: Final = re.compile(r"[0-9]+")
 _LENGTH_DIGITS: Final = 18
 _CODINGS: Final = re.compile(r"(?:[^\s,]+[ \t]*,[ \t]*)+chunked")

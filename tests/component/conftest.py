@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.daemon import Daemon, running, wait_until
-
-IO = ("io_uring", "epoll")
+from support.daemon import DRIVERS, Daemon, running, wait_until
 
 TABLES = {
     "engine": {"max_model_len": 8192},
@@ -17,7 +15,7 @@ TABLES = {
 }
 
 
-@pytest.fixture(scope="session", params=IO)
+@pytest.fixture(scope="session", params=DRIVERS)
 def shared_daemon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     with running(tmp_path_factory.mktemp("d"), "acme", "globex", io=request.param, tables=TABLES) as daemon:
         for tenant in daemon.keys:

@@ -14,8 +14,6 @@ import random
 import select
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from support.llm_reference import Question, Reference
 from support.tiny_model import tiny_model
 from tokenizers import Tokenizer
 
@@ -152,28 +151,16 @@ def token_ids(outputs: Sequence[Output]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def reference() -> Iterator[subprocess.Popen[str]]:
-    """Start `LLM.generate` on the same model; its answer is read by the test that compares."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "support.llm_reference"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    task = {"model": str(tiny_model()), "kv_bytes": KV_BYTES, "prompts": PROMPTS, "max_tokens": MAX_TOKENS}
-    assert process.stdin is not None
-    with process.stdin:
-        json.dump(task, process.stdin)
-    process.stdin = None
-    yield process
-    process.kill()
-    process.communicate()
+def reference() -> Iterator[Reference]:
+    """Start `LLM.generate` on the same model; its answers are read by the test that compares."""
+    sampling = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
+    questions = [Question(prompt=prompt, sampling=sampling) for prompt in PROMPTS]
+    with Reference(tiny_model(), questions, kv_bytes=KV_BYTES) as reference:
+        yield reference
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory, reference: subprocess.Popen[str]) -> Iterator[Engine]:
+def engine(tmp_path_factory: pytest.TempPathFactory, reference: Reference) -> Iterator[Engine]:
     run_dir = tmp_path_factory.mktemp("vllm")
     unknown = run_dir / "unknown"
     shutil.copytree(tiny_model(), unknown)
@@ -206,13 +193,13 @@ def test_ready_tells_what_is_reserved_and_what_the_model_is(engine: Engine) -> N
     assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (2048, 4096, (1,))
 
 
-def test_greedy_tokens_are_those_of_vllms_own_front_end(engine: Engine, reference: subprocess.Popen[str]) -> None:
+def test_greedy_tokens_are_those_of_vllms_own_front_end(engine: Engine, reference: Reference) -> None:
     async def all_at_once() -> list[list[Output]]:
         return await asyncio.gather(*(engine.generate(prompt) for prompt in PROMPTS))
 
     answers = engine.run(all_at_once())
-    expected, _ = reference.communicate(timeout=LIMIT_S)
-    assert [token_ids(outputs) for outputs in answers] == json.loads(expected)
+    expected = [answer.texts[0].token_ids for answer in reference.answers(LIMIT_S)]
+    assert [token_ids(outputs) for outputs in answers] == expected
     for outputs in answers:
         assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
         assert outputs[-1].finish_reason in {FinishReason.LENGTH, FinishReason.STOP}

@@ -22,6 +22,7 @@ from seedance.daemon.client import Client
 from seedance.daemon.keys import hash_key, new_key
 
 TIMEOUT_S = 30.0
+DRIVERS = ("io_uring", "epoll")
 _MARK = "SEEDANCE_TEST_DAEMON"
 
 # Table → key → value; JSON's literals are TOML's.
@@ -76,14 +77,17 @@ class Daemon:
     def tenant_file(self, name: str) -> Path:
         return self.folder / "tenants.d" / f"{name}.toml"
 
-    def start(self) -> float:
-        """Start it, and wait until it says that it is ready; returns the seconds that took."""
+    def start(self, timeout_s: float = TIMEOUT_S) -> float:
+        """Start it, and wait until it says that it is ready; returns the seconds that took.
+
+        `timeout_s` is for each of its steps that it tells of.
+        """
         path = self.folder / "notify.sock"
         path.unlink(missing_ok=True)
         started = time.monotonic()
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications, self.log.open("ab") as log:
             notifications.bind(str(path))
-            notifications.settimeout(TIMEOUT_S)
+            notifications.settimeout(timeout_s)
             environment = {**os.environ, "NOTIFY_SOCKET": str(path), _MARK: self._mark}
             environment.pop("JOURNAL_STREAM", None)
             self._process = subprocess.Popen(

@@ -40,7 +40,7 @@ SLOTS: dict[str, list[bytes]] = {
         b"/a#b",
         b"/\x80",
     ],
-    "target end": [b"", b" b", b"\t", b"\x7f", b"\0", b"://"],
+    "target end": [b"", b" b", b"\t", b"\x7f", b"\0", b"://", b"<"],
     "version": [
         b"HTTP/1.1",
         b"HTTP/1.0",

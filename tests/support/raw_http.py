@@ -92,6 +92,9 @@ class Connection:
             return Response(status, fields, self._file.read(int(fields["content-length"])))
         return Response(status, fields, self.rest())
 
+    def read(self, length: int) -> bytes:
+        return self._file.read(length)
+
     def rest(self) -> bytes:
         """Read up to the end."""
         return self._file.read()

@@ -109,15 +109,18 @@ def find_kernel(wanted: str | None) -> Path:
         if (cached := CACHE / "kernels" / name / "vmlinuz").exists():
             return cached
     with tempfile.TemporaryDirectory() as scratch:
-        apt = private_apt(Path(scratch))
+        apt, complaint = private_apt(Path(scratch))
         for name in names:
             if package := resolve(name, apt):
                 return unpack_kernel(name, package, apt, Path(scratch))
-    raise Unavailable(f"apt knows none of these kernels: {', '.join(names)}")
+    raise Unavailable(f"apt knows none of these kernels: {', '.join(names)}{complaint}")
 
 
-def private_apt(scratch: Path) -> list[str]:
-    """Return apt options that use this system's sources and keys, and a package list of our own: no root needed."""
+def private_apt(scratch: Path) -> tuple[list[str], str]:
+    """Return apt options that use this system's sources and keys, and a package list of our own: no root needed.
+
+    The second value is what apt complained of while it fetched the list: one source of several may be out of reach.
+    """
     if not shutil.which("apt-get"):
         raise Unavailable("there is no apt-get to get a kernel's package with")
     for folder in ("lists/partial", "cache/archives/partial"):
@@ -129,9 +132,7 @@ def private_apt(scratch: Path) -> list[str]:
     }
     options = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
     update = subprocess.run(["apt-get", *options, "-q", "update"], capture_output=True, text=True, check=False)
-    if update.returncode:
-        raise Unavailable(f"apt-get update failed: {update.stderr.strip().splitlines()[-1]}")
-    return options
+    return options, f"; apt-get update: {update.stderr.strip()[-200:]}" if update.returncode else ""
 
 
 def resolve(name: str, apt: list[str]) -> str:

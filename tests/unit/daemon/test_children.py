@@ -75,6 +75,7 @@ def test_wait_set_says_whether() -> None:
 MODULE = """
 import socket, sys
 link = socket.socket(fileno=3)
+link.setblocking(True)
 link.send(b"here " + sys.argv[1].encode())
 if link.recv(100) == b"die":
     sys.exit(5)

@@ -37,10 +37,9 @@ async def _answer(request: Request) -> Reply:
             return Failed("cannot say")
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Iterator[str]:
-    """The path of a server that runs in a thread."""
-    where = str(tmp_path / "control.sock")
+@contextlib.contextmanager
+def _served(where: str) -> Iterator[None]:
+    """Run a server in a thread."""
     server = ControlServer(listen_unix(where, 0o600), _answer)
     started = threading.Event()
     loop = asyncio.new_event_loop()
@@ -55,11 +54,21 @@ def path(tmp_path: Path) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
     started.wait(10)
-    yield where
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(10)
-    loop.close()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()
     assert not Path(where).exists()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[str]:
+    """The path of a server's socket."""
+    where = str(tmp_path / "control.sock")
+    with _served(where):
+        yield where
 
 
 def test_each_request_gets_its_reply(path: str) -> None:
@@ -80,10 +89,15 @@ def test_nonsense_is_answered_and_a_line_without_end_ends_the_connection(path: s
     assert ask(path, Stop()) == Stopping(7)
 
 
-def test_an_open_connection_does_not_keep_the_server(path: str) -> None:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.connect(path)
-    sock.close()
+def test_an_open_connection_does_not_keep_the_server(tmp_path: Path) -> None:
+    where = str(tmp_path / "control.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(10)
+        with _served(where):
+            sock.connect(where)
+            sock.sendall(b'{"request":"stop"}\n')
+            assert sock.recv(1000).startswith(b'{"reply":"stop"')
+        assert sock.recv(1000) == b""
 
 
 def test_where_nobody_listens_the_question_is_whether_it_runs(tmp_path: Path) -> None:

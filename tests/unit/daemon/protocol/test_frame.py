@@ -7,6 +7,7 @@ import pytest
 from seedance.daemon.protocol.frame import (
     CloseCode,
     Opcode,
+    TextTemplate,
     close_payload,
     frame_binary,
     frame_control,
@@ -34,6 +35,12 @@ def test_lengths_are_in_their_shortest_form(length: int, header: str) -> None:
     payload = b"a" * length
     assert frame_text(payload) == bytes.fromhex(header) + payload
     assert frame_binary(payload) == b"\x82" + frame_text(payload)[1:]
+
+
+@pytest.mark.parametrize("length", [0, 1, 104, 105, 106, 65514, 65515, 65516])
+def test_a_template_frames_what_frame_text_does(length: int) -> None:
+    prefix, suffix, text = b'{"delta":"', b'","100%":1}', b"a" * length
+    assert TextTemplate(prefix, suffix).frame(text) == frame_text(prefix + text + suffix)
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 125, 8191, 8192, 8193, 16384, 20001])

@@ -44,6 +44,8 @@ REFUSED = [
     ("target is no path", 400, b"GET a HTTP/1.1\r\n" + HOST + b"\r\n"),
     ("target is another scheme", 400, b"GET ftp://a/ HTTP/1.1\r\n" + HOST + b"\r\n"),
     ("target without authority", 400, b"GET http:///a HTTP/1.1\r\n" + HOST + b"\r\n"),
+    ("target whose authority is no host", 400, b"GET http://a<b/ HTTP/1.1\r\n" + HOST + b"\r\n"),
+    ("target with user info", 400, b"GET http://u@a/ HTTP/1.1\r\n" + HOST + b"\r\n"),
     ("asterisk for GET", 400, b"GET * HTTP/1.1\r\n" + HOST + b"\r\n"),
     ("CONNECT", 400, b"CONNECT a:443 HTTP/1.1\r\n" + HOST + b"\r\n"),
     ("CONNECT with a path", 400, b"CONNECT /a HTTP/1.1\r\n" + HOST + b"\r\n"),

@@ -123,11 +123,12 @@ def test_answering_before_the_body_is_in_closes() -> None:
 
 
 def test_answering_on_the_head_alone_keeps_the_connection_where_there_is_no_body() -> None:
-    server = held(GET + GET)
+    server = held(GET + GET.replace(b"/a", b"/b"))
     server.send_response(404, [])
     assert b"Connection" not in server.data_to_send()
     (event,) = server.events_received()
     assert isinstance(event, HeadReceived)
+    assert event.request.path == "/b"
 
 
 def test_reads_a_pipelined_request_only_after_the_answer() -> None:
@@ -142,6 +143,17 @@ def test_reads_a_pipelined_request_only_after_the_answer() -> None:
         assert isinstance(request, RequestReceived)
     server.send_response(200, [])
     assert (server.events_received(), server.phase) == ([], Phase.IDLE)
+
+
+def test_reads_a_short_head_after_a_long_one_that_came_slowly() -> None:
+    server = HttpServer()
+    for byte in GET.replace(b"/a", b"/" + b"a" * 100):
+        server.receive_data(bytes((byte,)))
+    for _ in range(2):
+        (event,) = server.events_received()
+        assert isinstance(event, HeadReceived)
+        server.send_response(404, [])
+        server.receive_data(GET)
 
 
 def test_asks_for_backpressure_instead_of_hoarding() -> None:

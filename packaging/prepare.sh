@@ -1,17 +1,15 @@
 #!/usr/bin/env bash
-# What `make run` does: sets up, makes the example configuration, and runs the daemon in the foreground.
+# What `make run` does before it starts the daemon: sets up, converts the model, writes the example configuration.
+# From the environment:
 #
-#   ENGINE=vllm|synthetic   vllm without it
-#   MODEL=...               hub name, path of a model directory or of a .gguf file; Gemma 3 270M without it
-#   PORT=8000               TCP port on 127.0.0.1
-#   STATE=DIR               configuration, keys, converted models; ~/.local/state/seedance without it
+#   ENGINE   vllm or synthetic
+#   MODEL    hub name, path of a model directory or of a .gguf file; Gemma 3 270M without it
+#   PORT     TCP port on 127.0.0.1
+#   STATE    directory for configuration, keys and converted models
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-ENGINE=${ENGINE:-vllm}
-MODEL=${MODEL:-}
-PORT=${PORT:-8000}
-STATE=${STATE:-${XDG_STATE_HOME:-$HOME/.local/state}/seedance}
+: "${ENGINE:?}" "${PORT:?}" "${STATE:?}" "${MODEL:=}"
 
 case $ENGINE in
     vllm) packaging/setup.sh base engine ;;
@@ -44,4 +42,3 @@ if [ "$ENGINE" = vllm ]; then
     esac
 fi
 "${init[@]}" >/dev/null
-exec .venv/bin/seedanced --config "$STATE/seedanced.toml" --hints
