@@ -1,0 +1,1 @@
+"""The kernel side: BPF programs and what loads them. Nothing is here yet."""

@@ -115,11 +115,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     kind           "vllm" (GPU or CPU build, whichever is installed) or "synthetic".
     model          hub name, or path when it begins with "/", "./" or "../"; needed with "vllm".
     name           name under which clients ask for the model; the last part of `model` without it.
-    kv             memory for the KV cache, reserved at start; what the engine chooses without it.
+    kv             memory for the KV cache, reserved at start; without it 1 GiB on a CPU, and what the model leaves
+                   of a GPU's memory.
     max_model_len  most prompt and output tokens of one stream; the model's own without it.
     max_streams    streams computed at once (vLLM's max_num_seqs).
-    threads        CPU threads for computing; what the engine chooses without it.
-    enforce_eager  true skips CUDA graphs and compilation: a quicker start, slower steps.
+    threads        CPU threads for computing; all processors but one without it. A GPU does not use them.
+    enforce_eager  true skips CUDA graphs and compilation: a quicker start, slower steps. The default on a CPU.
     dtype          "auto", "bfloat16", "float16" or "float32".
 
     `[engine.synthetic]`: the engine that has no model; see `SyntheticSettings`.

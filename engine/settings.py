@@ -28,7 +28,8 @@ class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine: which adapter, which model under which public name, and how much of the machine it takes.
 
-    `max_model_len` 0 takes the model's own; `kv_bytes` is reserved at start. `model` is a local directory, or a hub's
+    `max_model_len` 0 takes the model's own; `kv_bytes` is reserved at start. 0 for `kv_bytes` or `threads`, or None for
+    `enforce_eager`, leaves the choice to the adapter. `model` is a local directory, or a hub's
     name; empty for the synthetic engine. `run_dir` holds the engine's own sockets and files, private to one host;
     `cache_dir` is for what it keeps between starts, empty for its default. `offline` forbids it to ask a hub.
     """
@@ -39,9 +40,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     run_dir: str = ""
     max_model_len: int = 0
     max_streams: int = 256
-    kv_bytes: int = 1 << 30
-    threads: int = 1
-    enforce_eager: bool = True
+    kv_bytes: int = 0
+    threads: int = 0
+    enforce_eager: bool | None = None
     dtype: str = "auto"
     cache_dir: str = ""
     offline: bool = False

@@ -23,21 +23,21 @@ STATISTICS: Final = "seedance_statistics"
 class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How to run one vLLM engine.
 
-    `model` is a directory or a hub name, `name` what clients call it. `kv_bytes` is reserved at start. `max_model_len`
-    None takes the model's own. `run_dir` gets the sockets, the log and temporary files; its path must be short, since
+    `model` is a directory or a hub name, `name` what clients call it. `kv_bytes` is reserved at start; 0 is 1 GiB on
+    a CPU, and on a GPU what vLLM leaves of its memory for it. `max_model_len` None takes the model's own. `run_dir` gets the sockets, the log and temporary files; its path must be short, since
     a socket's may have 107 bytes. `cache_dir` is for what vLLM keeps between starts; empty means a folder in `run_dir`.
-    `enforce_eager` compiles nothing: the start is quick, and a GPU slower. `threads` counts OpenMP threads of the CPU
-    build. `offline` forbids hub calls; a local model makes none anyway.
+    `enforce_eager` compiles nothing: the start is quick, and a GPU slower; None does so on a CPU. `threads` counts OpenMP
+    threads of the CPU build; 0 leaves one processor to the rest of the machine. `offline` forbids hub calls; a local model makes none anyway.
     """
 
     model: str
     name: str
     run_dir: str
-    kv_bytes: int = 1 << 30
+    kv_bytes: int = 0
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    threads: int = 1
-    enforce_eager: bool = True
+    threads: int = 0
+    enforce_eager: bool | None = None
     dtype: str = "auto"
     python: str = sys.executable
     cache_dir: str = ""

@@ -65,6 +65,7 @@ from seedance.errors import EngineDead
 
 _PR_SET_PDEATHSIG: Final = 1
 _SENTENCE_CHARS: Final = 320
+_CPU_KV_BYTES: Final = 1 << 30
 _STRUCTURED_BACKEND: Final = "xgrammar"
 # The CPU build rewrites "uni" to a worker process of its own, which spins; the class by name it leaves alone.
 _CPU_EXECUTOR: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -309,15 +310,18 @@ def _engine_config(settings: VllmSettings, model_dir: str) -> Any:
     # vLLM asks what a model class can do in a process of its own, to keep its caller off the accelerator: another
     # 7 s import. This process is about to use the accelerator anyway.
     registry._run_in_subprocess = lambda function: function()
-    options: dict[str, Any] = {"distributed_executor_backend": _CPU_EXECUTOR if is_cpu_build() else "uni"}
+    cpu = is_cpu_build()
+    # Without a size of its own the CPU build asks for nearly all of the machine's memory.
+    kv_bytes = settings.kv_bytes or (_CPU_KV_BYTES if cpu else None)
+    options: dict[str, Any] = {"distributed_executor_backend": _CPU_EXECUTOR if cpu else "uni"}
     arguments = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs(
         model=model_dir,
         served_model_name=[settings.name],
         dtype=settings.dtype,
-        kv_cache_memory_bytes=settings.kv_bytes,
+        kv_cache_memory_bytes=kv_bytes,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
-        enforce_eager=settings.enforce_eager,
+        enforce_eager=cpu if settings.enforce_eager is None else settings.enforce_eager,
         enable_prefix_caching=True,
         disable_log_stats=True,
         seed=0,

@@ -60,7 +60,8 @@ class ZygoteProcess:
         self.ended = asyncio.Event()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = ["--control-fd", str(theirs.fileno()), "--adapter-pid", str(os.getpid())]
-        arguments += ["--threads", str(settings.threads), *(["--eager"] if settings.enforce_eager else [])]
+        threads = settings.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+        arguments += ["--threads", str(threads), *(["--eager"] if settings.enforce_eager is not False else [])]
         try:
             with theirs, log.open("ab") as output:
                 self._process = subprocess.Popen(

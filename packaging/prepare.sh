@@ -32,7 +32,10 @@ if [ "$ENGINE" = vllm ]; then
             init+=(--model "$model" --name "$(basename "$MODEL" .gguf)")
             ;;
         */*)
-            if [ -d "$MODEL" ]; then MODEL=$(realpath "$MODEL"); fi
+            case $MODEL in
+                /* | ./* | ../*) [ -d "$MODEL" ] || { echo "cannot run MODEL=$MODEL: there is no such directory" >&2; exit 2; } ;;
+            esac
+            [ ! -d "$MODEL" ] || MODEL=$(realpath "$MODEL")
             init+=(--model "$MODEL")
             ;;
         *)

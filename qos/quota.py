@@ -212,7 +212,7 @@ LIMITS: Final[Schema] = {
     },
     "session": {"resume_for": Field("resume_for_s", units.parse_duration)},
 }
-_TENANT_FILE: Final[Schema] = {
+TENANT_FILE: Final[Schema] = {
     "keys": Field("keys", _read_keys),
     "class": Field("scheduling_class", read_name),
     "group": Field("group", read_name),
@@ -224,7 +224,7 @@ _CLASS_TABLE: Final[Schema] = {"weight": Field("weight", whole(1, 10_000)), **LI
 
 def parse(text: str, path: str) -> Raw:
     """Read a tenant file's text: known keys only, in base units. Raises ConfigError."""
-    return read_table(loads(text, path), _TENANT_FILE, path)
+    return read_table(loads(text, path), TENANT_FILE, path)
 
 
 def combine(class_defaults: Raw, raw: Raw) -> Raw:
