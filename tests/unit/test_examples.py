@@ -8,7 +8,7 @@ from pathlib import Path
 
 from seedance.daemon import config
 from seedance.qos import quota
-from seedance.qos.toml import Field
+from seedance.qos.toml import Field, loads
 
 FOLDER = Path(__file__).parents[2] / "systemd"
 
@@ -47,7 +47,7 @@ def test_the_configuration_is_right_as_it_stands_and_with_every_key() -> None:
 
 def test_the_configuration_names_every_key() -> None:
     path = FOLDER / "seedanced.toml"
-    assert keys_in(quota.loads(uncommented(path), str(path))) == keys_of(config.SCHEMA)
+    assert keys_in(loads(uncommented(path), str(path))) == keys_of(config.SCHEMA)
 
 
 def test_the_commented_defaults_are_the_defaults() -> None:
@@ -63,4 +63,4 @@ def test_the_tenant_is_right_as_it_stands_and_with_every_key() -> None:
     quota.load(path.read_text(), str(path), "acme")
     full = quota.load(uncommented(path), str(path), "acme")
     assert full.tokens.per_minute == 60_000
-    assert keys_in(quota.loads(uncommented(path), str(path))) == keys_of(quota.TENANT_FILE)
+    assert keys_in(loads(uncommented(path), str(path))) == keys_of(quota.TENANT_FILE)
