@@ -16,10 +16,13 @@ _OK: Final = 200
 _UNAVAILABLE: Final = 503
 
 
-def health(state: str, detail: str, *, keep_alive: bool, with_body: bool) -> bytes:
-    """Return the answer to a question after the service's health: 200 when the engine is ready, else 503."""
+def health(state: str, *, keep_alive: bool, with_body: bool) -> bytes:
+    """Return the answer to a question after the service's health: 200 when the engine is ready, else 503.
+
+    Nothing else is told: anybody may ask, and why an engine is down holds paths of this machine.
+    """
     ready = state == EngineState.READY
-    body = msgspec.json.encode({"status": "ok" if ready else state, "detail": detail})
+    body = msgspec.json.encode({"status": "ok" if ready else state})
     headers = JSON if ready else (*JSON, ("Retry-After", "1"))
     answer = _response(_OK if ready else _UNAVAILABLE, headers, body, keep_alive=keep_alive)
     return answer if with_body else answer[: -len(body)]

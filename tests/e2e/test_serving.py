@@ -53,7 +53,22 @@ MESSAGES: Any = [
     {"role": "system", "content": "Answer in one sentence."},
     {"role": "user", "content": "What does a metaclass do?"},
 ]
-WORDS = tuple("the class statement of an object returns every name that a function binds to its module".split())
+WORDS = (
+    "the",
+    "class",
+    "of",
+    "an",
+    "object",
+    "returns",
+    "every",
+    "name",
+    "that",
+    "a",
+    "function",
+    "binds",
+    "to",
+    "its",
+)
 
 
 def prompt(number: int, words: int = 8) -> str:
@@ -151,10 +166,10 @@ class Serving:
         return seconds
 
     def complete(self, name: str = "completion") -> str:
-        with self.openai() as client:
+        with self.client() as client:
             asked: Any = QUESTIONS[name].prompt
             done = client.completions.create(model=MODEL, prompt=asked, temperature=0, max_tokens=48)
-        return done.choices[0].text
+        return str(done.choices[0].text)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +178,14 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("d")
     link = folder / "model"  # so that a test can take the model away
     link.symlink_to(model)
-    engine = {"kind": "vllm", "model": str(link), "name": MODEL, "kv": f"{KV_BYTES >> 20}MiB", "dtype": "float32"}
+    engine = {
+        "kind": "vllm",
+        "model": str(link),
+        "name": MODEL,
+        "kv": f"{KV_BYTES >> 20}MiB",
+        "dtype": "float32",
+        "threads": 1,  # as in the reference
+    }
     daemon = Daemon(folder, tables={"engine": engine})
     for tenant in TENANTS:
         daemon.add_tenant(tenant)
@@ -263,7 +285,7 @@ def test_a_seed_gives_the_choices_that_vllm_makes_of_it(serving: Serving) -> Non
             client.completions.create(
                 model=MODEL, prompt=asked, n=2, seed=seed, temperature=0.8, top_p=0.9, max_tokens=24, extra_body=more
             )
-            for seed in (7, 7, 8)
+            for seed in (7, 7, 70)
         ]
     first, again, other = ([choice.text for choice in answer.choices] for answer in done)
     assert first == again == [serving.text("sampled", 0), serving.text("sampled", 1)]
@@ -654,8 +676,7 @@ def test_a_model_that_has_gone_is_named_and_served_again_once_it_is_back(serving
     sentence = f"there is no directory '{link}'"
     wait_until(lambda: sentence in serving.daemon.status().engine.detail)
     status, body = http_get(serving.address, "/healthz")
-    assert (status, body["status"]) == (503, "dead")
-    assert sentence in body["detail"]
+    assert (status, body) == (503, {"status": "dead"})  # why is not for the network
     link.symlink_to(serving.model)
     wait_until(lambda: http_get(serving.address, "/healthz")[0] == 200, LIMIT_S)
     assert serving.complete() == serving.text("completion")

@@ -14,18 +14,18 @@ from seedance.daemon.doors.errors import ApiError
     ("state", "status", "told"), [("ready", 200, "ok"), ("starting", 503, "starting"), ("dead", 503, "dead")]
 )
 def test_health_is_the_engines(state: str, status: int, told: str) -> None:
-    head, _, body = health(state, "why", keep_alive=True, with_body=True).partition(b"\r\n\r\n")
+    head, _, body = health(state, keep_alive=True, with_body=True).partition(b"\r\n\r\n")
     lines = head.decode().split("\r\n")
     assert lines[0].split()[1] == str(status)
     assert f"Content-Length: {len(body)}" in lines
     assert ("Retry-After: 1" in lines) == (status == 503)
     assert "Connection: close" not in lines
-    assert json.loads(body) == {"status": told, "detail": "why"}
+    assert json.loads(body) == {"status": told}
 
 
 def test_head_gets_the_length_but_no_body() -> None:
-    whole = health("ready", "", keep_alive=False, with_body=True)
-    bare = health("ready", "", keep_alive=False, with_body=False)
+    whole = health("ready", keep_alive=False, with_body=True)
+    bare = health("ready", keep_alive=False, with_body=False)
     assert whole.startswith(bare)
     assert bare.endswith(b"Connection: close\r\n\r\n")
 

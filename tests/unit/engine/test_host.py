@@ -275,7 +275,7 @@ async def test_ready_counts_only_with_the_model() -> None:
 
         def during_start() -> None:
             it.host.state_changed(EngineState.STARTING, "loading")
-            it.host.state_changed(EngineState.READY, "")
+            it.host.state_changed(EngineState.READY, "16 blocks")
 
         it.adapter.during_start = during_start
         it.host.start_engine(it.adapter)
@@ -283,7 +283,7 @@ async def test_ready_counts_only_with_the_model() -> None:
         assert it.heard() == [
             EngineChanged("starting", "", None),
             EngineChanged("starting", "loading", None),
-            EngineChanged("ready", "", MODEL),
+            EngineChanged("ready", "16 blocks", MODEL),
         ]
 
 

@@ -1,0 +1,98 @@
+"""Prompts that take long to tokenise: neither the other tenants nor the tenant's own streams wait for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.daemon import DRIVERS, Daemon, running, wait_until
+from support.live import LiveStreams, percentile
+from support.raw_http import Connection, request
+from support.synthetic import MODEL
+
+COMPLETIONS = "/v1/completions"
+STREAMS = 200
+TOKENS_PER_S = 20
+PROMPTS = 8
+PROMPT = ("the river runs through town, und die Straße führt nach 東京. " * 4000)[:200_000]
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module", params=DRIVERS)
+def daemon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    tables = {
+        "engine": {"max_model_len": 1 << 18},
+        "engine.synthetic": {"tokens_per_s": TOKENS_PER_S, "prompt_tokens_per_s": 0},
+    }
+    with running(tmp_path_factory.mktemp("d"), io=request.param, tables=tables) as daemon:
+        daemon.add_tenant("acme", f"[tokens]\nstreams = {STREAMS + PROMPTS}\n")
+        daemon.add_tenant("globex")
+        daemon.reload()
+        daemon.text("acme")
+        daemon.text("globex")
+        yield daemon
+        daemon.stop()
+
+
+@pytest.fixture
+def live(daemon: Daemon) -> Iterator[LiveStreams]:
+    address = daemon.address
+    connections = [Connection(address) for _ in range(STREAMS)]
+    for seed, connection in enumerate(connections):
+        body = {"model": MODEL, "prompt": "Once", "seed": seed, "max_tokens": 10_000, "stream": True}
+        connection.send(request("POST", COMPLETIONS, daemon.keys["acme"], body))
+    with Connection(address) as health:
+        live = LiveStreams(connections, health)
+        yield live
+        live.close()
+    wait_until(daemon.is_at_rest)
+
+
+class LongPrompts:
+    """Eight clients of a tenant that send one long prompt each."""
+
+    def __init__(self, daemon: Daemon, tenant: str) -> None:
+        self._message = request(
+            "POST", COMPLETIONS, daemon.keys[tenant], {"model": MODEL, "prompt": PROMPT, "max_tokens": 1}
+        )
+        self._address = daemon.address
+        self.prompt_tokens: list[int] = []
+        self._threads = [threading.Thread(target=self._ask) for _ in range(PROMPTS)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self) -> None:
+        with Connection(self._address) as connection:
+            connection.sock.settimeout(TIMEOUT_S)
+            connection.send(self._message)
+            response = connection.response()
+            assert response.status == 200, response.body
+            self.prompt_tokens.append(response.json()["usage"]["prompt_tokens"])
+
+    def answered(self, seconds: float) -> bool:
+        assert seconds < TIMEOUT_S
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+@pytest.mark.parametrize("tenant", ["globex", "acme"])
+def test_long_prompts_delay_nobody(daemon: Daemon, live: LiveStreams, tenant: str) -> None:
+    live.watch(lambda seconds: seconds > 0.5)
+    alone, health_alone = live.watch(lambda seconds: seconds > 2)
+    prompts = LongPrompts(daemon, tenant)
+    beside, health_beside = live.watch(prompts.answered)
+    assert len(prompts.prompt_tokens) == PROMPTS
+    assert prompts.prompt_tokens[0] > 20_000
+    figures = [
+        1000 * percentile(values, share)
+        for values, share in ((alone, 0.99), (beside, 0.99), (beside, 1), (health_alone, 0.99), (health_beside, 0.99))
+    ]
+    print(
+        f"{PROMPTS} prompts of {len(PROMPT):,} characters of {'the same' if tenant == 'acme' else 'another'} tenant,"
+        f" {len(beside):,} events beside them: time between tokens, p99 {figures[0]:.1f} ms alone,"
+        f" {figures[1]:.1f} beside (at most {figures[2]:.1f}); /healthz, p99 {figures[3]:.1f} ms alone, {figures[4]:.1f} beside"
+    )
+    assert figures[4] < 50
+    assert figures[1] < figures[0] + 25
+    assert "Traceback" not in Path(daemon.log).read_text()
