@@ -99,14 +99,15 @@ class SendQueue:
         self._ring.put_back(self.settle(self._ring.completions()))
 
     def _stage_batch(self, flows: list[RingFlow]) -> None:
-        batch, frames = [], []
-        for flow in flows:
-            if flow.out is not None:  # the others were ended meanwhile
-                batch.append(flow)
-                frames.append(flow.out)
-                flow.out = None
-        if not batch:
-            return
+        batch = flows
+        frames: list[bytes] = [flow.out for flow in batch]  # type: ignore[misc]
+        if None in frames:  # some were ended meanwhile
+            batch = [flow for flow in flows if flow.out is not None]
+            frames = [flow.out for flow in batch]  # type: ignore[misc]
+            if not batch:
+                return
+        for flow in batch:
+            flow.out = None
         data = b"".join(frames)
         if len(data) > BATCH_BYTES:
             frames = self._cut(batch, frames)
