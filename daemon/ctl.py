@@ -221,8 +221,10 @@ def _client(context: _Context, tenant: str | None, api_key: str | None, address:
         if tenant is None and known:
             tenant = next(iter(known))
         if tenant is None or tenant not in known:
+            which = "a key" if tenant is None else f"a key of tenant '{tenant}'"
+            where = Path(context.path).with_name(hints.KEYS_FILE)
             raise click.ClickException(
-                "cannot find a key to use; give one by --key (`seedancectl key new TENANT` makes one)"
+                f"cannot find {which} in '{where}'; give one by --key (`seedancectl key new TENANT` makes one)"
             )
         api_key = known[tenant]
     if address is None:

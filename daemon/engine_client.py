@@ -21,7 +21,9 @@ from seedance.errors import RemoteProtocolError
 from seedance.qos.limiter import TenantLimiter
 
 _log = logging.getLogger(__name__)
-_GONE: Final = "the engine went away; it is being restarted, ask again"
+_GONE: Final = ApiError(
+    "engine_unavailable", "cannot finish this request: the engine went away; it is being restarted, ask again"
+)
 
 
 class EngineClient:
@@ -72,6 +74,11 @@ class EngineClient:
         if numbers:
             self._send(Abort(numbers))
 
+    def end_all(self, error: ApiError) -> None:
+        """End every stream with an error."""
+        self._send(Abort(list(self._streams)))
+        self._lose_all(error)
+
     def close(self) -> None:
         """Close the channel; the host aborts what is left."""
         if self._flow is not None:
@@ -102,9 +109,7 @@ class EngineClient:
                 self._step_completed(message)
             elif isinstance(message, EngineChanged):
                 if message.state == EngineState.DEAD:
-                    # What was submitted before this was read may have reached the next engine.
-                    self._send(Abort(list(self._streams)))
-                    self._lose_all(_GONE)
+                    self.end_all(_GONE)  # what was submitted before this was read may have reached the next engine
                 self._engine_changed(message)
             else:
                 stream = self._streams.get(message.stream)
@@ -191,8 +196,8 @@ class EngineClient:
                 stream.sink.text_arrived(text)
             stream.sink.stream_finished(FinishReason.QUOTA_EXCEEDED)
 
-    def _lose_all(self, why: str) -> None:
+    def _lose_all(self, error: ApiError) -> None:
         streams = list(self._streams.values())
         for stream in streams:
             if self._remove(stream):
-                stream.sink.stream_failed(ApiError("engine_unavailable", f"cannot finish this request: {why}"))
+                stream.sink.stream_failed(error)

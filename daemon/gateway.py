@@ -140,7 +140,7 @@ class Gateway:
         key = key_of(request.headers, request.query)
         tenant = None if key is None else self._keys.tenant_of(key)
         if tenant is None or tenant == greeting.returned_by:
-            reason = "needs an API key, as 'Authorization: Bearer …'" if key is None else "has a key nobody knows"
+            reason = "needs an API key, as 'Authorization: Bearer sk-…'" if key is None else "has a key nobody knows"
             self._refuse(greeting, ApiError("unauthorized", f"cannot serve this request: it {reason}"))
             return
         self._assign(greeting, self._routes[tenant])
@@ -203,12 +203,10 @@ class Gateway:
         """Hand over who waits, as far as the link takes it; ask for a worker where there is none."""
         link = route.link
         while route.waiting and link is not None and not link.queue_bytes:
-            greeting = self._next_waiting(route)
-            with greeting.take() as sock:
-                if not self._marks_off and sock.family in _INTERNET:
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, route.entry.mark)
-                handover = Handover(greeting.peer, greeting.listener, bytes(greeting.data))
-                link.send(TO_WORKER.encode(handover), [sock.fileno()])
+            self._hand_over(route, link, route.waiting[0])
+            if link.peer_is_gone:
+                return  # who waits is served again once the end of the link has been read
+            self._next_waiting(route).take().close()
             route.held += 1
             self._held += 1
         if not route.waiting:
@@ -218,6 +216,13 @@ class Gateway:
             self._report(WorkerWanted(route.entry.name))
         elif link is not None and route.retry is None:
             route.retry = self._loop.call_later(_LINK_RETRY_S, self._serve_again, route)
+
+    def _hand_over(self, route: Route, link: PacketSocket, greeting: Greeting) -> None:
+        sock = greeting.sock
+        if not self._marks_off and sock.family in _INTERNET:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, route.entry.mark)
+        handover = Handover(greeting.peer, greeting.listener, bytes(greeting.data))
+        link.send(TO_WORKER.encode(handover), [sock.fileno()])
 
     def _serve_again(self, route: Route) -> None:
         route.retry = None

@@ -98,6 +98,12 @@ class Greeting:
         else:
             self._watch(True)
 
+    @property
+    def sock(self) -> socket.socket:
+        """The socket, which stays this object's."""
+        assert self._sock is not None
+        return self._sock
+
     def take(self) -> socket.socket:
         """Give the socket away; nothing of ours waits on it any more."""
         assert self._sock is not None

@@ -247,7 +247,7 @@ _FRAMES: Final = DeltaFrames(InferStream(), 16_384)
 class _InferAnswer(Answer):
     """One stream of a connection, and its own sink."""
 
-    __slots__ = ("_builder", "_connection", "_flow", "_frames", "_id", "_parts", "_positions", "_service")
+    __slots__ = ("_builder", "_connection", "_flow", "_frames", "_id", "_logprobs", "_parts", "_service")
 
     def __init__(self, connection: InferConnection, service: Service, request: InferRequest) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class _InferAnswer(Answer):
         self._builder = InferStream(request.id)
         self._frames = _FRAMES if request.id is None else DeltaFrames(self._builder, 0)
         self._parts: list[str] | None = None if request.streams() else []
-        self._positions: list[TokenLogprobs] = []
+        self._logprobs: dict[str, Any] | None = None
 
     def sink(self, index: int) -> Sink:
         return self
@@ -284,11 +284,15 @@ class _InferAnswer(Answer):
             self._parts.append(text)
 
     def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
+        logprobs = openai_response.chat_logprobs(positions, self._service.vocabulary)
         if self._parts is None:
-            self._connection.send(frame_text(self._builder.delta_logprobs(text, self._formatted(positions))))
+            self._connection.send(frame_text(self._builder.delta_logprobs(text, logprobs)))
         else:
             self._parts.append(text)
-            self._positions += positions
+            if self._logprobs is None:
+                self._logprobs = logprobs
+            else:
+                openai_response.extend_logprobs(self._logprobs, logprobs)
 
     def stream_finished(self, reason: FinishReason) -> None:
         usage = Usage(
@@ -300,12 +304,8 @@ class _InferAnswer(Answer):
         if self._parts is None:
             message = self._builder.finish(reason, usage, retry_after_s)
         else:
-            logprobs = self._formatted(self._positions) if self._positions else None
-            message = self._builder.whole("".join(self._parts), reason, usage, logprobs, retry_after_s)
+            message = self._builder.whole("".join(self._parts), reason, usage, self._logprobs, retry_after_s)
         self._connection.end_stream(self._id, message)
 
     def stream_failed(self, error: ApiError) -> None:
         self._connection.end_stream(self._id, self._builder.error(error))
-
-    def _formatted(self, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return openai_response.chat_logprobs(positions, self._service.vocabulary)

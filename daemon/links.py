@@ -27,6 +27,7 @@ from seedance.qos.limiter import LimiterSnapshot, LimiterStatistics
 from seedance.qos.quota import Quota
 
 LINK_FD: Final = 3
+LAST_WORDS_S: Final = 0.3
 """Where a spawned child finds its link to the supervisor."""
 
 KEYS_PER_MESSAGE: Final = 512
@@ -109,7 +110,10 @@ class Query(msgspec.Struct, tag=2, array_like=True, frozen=True):
 
 
 class Drain(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """supervisor → worker: take no new request, end what runs within `deadline_s`, and exit."""
+    """supervisor → worker: take no new request, end what runs within `deadline_s`, and exit.
+
+    What runs even then ends with an error, for which the worker takes another LAST_WORDS_S.
+    """
 
     deadline_s: float
 

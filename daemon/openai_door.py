@@ -246,20 +246,23 @@ class _WholeAnswer(_OpenAIAnswer):
         self._exchange.fail(error)
 
     def _choice(self, sink: _TextSink) -> Choice:
-        logprobs = self.format_logprobs(sink.positions, 0) if sink.positions else None
-        return Choice(sink.index, "".join(sink.parts), sink.reason, logprobs)
+        return Choice(sink.index, "".join(sink.parts), sink.reason, sink.logprobs)
 
 
 class _TextSink:
-    """One choice of a whole answer: its text so far."""
+    """One choice of a whole answer: its text so far, and its log probabilities, formatted as they come.
 
-    __slots__ = ("_answer", "index", "parts", "positions", "reason")
+    All at the end would be a long time for the others to wait.
+    """
+
+    __slots__ = ("_answer", "_offset", "index", "logprobs", "parts", "reason")
 
     def __init__(self, answer: _WholeAnswer, index: int) -> None:
         self._answer = answer
         self.index = index
         self.parts: list[str] = []
-        self.positions: list[TokenLogprobs] = []
+        self._offset = 0
+        self.logprobs: dict[str, Any] | None = None
         self.reason = FinishReason.STOP
 
     def text_arrived(self, text: str) -> None:
@@ -267,7 +270,12 @@ class _TextSink:
 
     def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
         self.parts.append(text)
-        self.positions += positions
+        logprobs = self._answer.format_logprobs(positions, self._offset)
+        self._offset += sum(map(len, logprobs.get("tokens", ())))
+        if self.logprobs is None:
+            self.logprobs = logprobs
+        else:
+            openai_response.extend_logprobs(self.logprobs, logprobs)
 
     def stream_finished(self, reason: FinishReason) -> None:
         self.reason = reason

@@ -80,7 +80,7 @@ def _overview(report: StatusReport) -> Table:
 
 def _tenants(tenants: list[TenantStatus]) -> Table:
     columns = ("class", "worker", "io", "open", "streams", "requests", "refused", "prompt", "output")
-    table = Table("tenant", *columns, box=None)
+    table = Table("tenant", *columns, box=None, pad_edge=False, collapse_padding=True)  # fits into 80 columns
     for tenant in tenants:
         used = tenant.used
         counts = (tenant.connections, used.streams, used.requests, used.refused, used.prompt_tokens, used.output_tokens)

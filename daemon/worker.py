@@ -24,6 +24,7 @@ from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.engine_client import EngineClient
 from seedance.daemon.infer_door import EchoConnection, InferConnection, WebSocketConnection
 from seedance.daemon.links import (
+    LAST_WORDS_S,
     MAX_HANDOVER_BYTES,
     TO_GATEWAY,
     TO_WORKER,
@@ -268,8 +269,13 @@ class Worker:
 
     def _drain(self, deadline_s: float) -> None:
         self.service.draining = True
-        self._loop.call_later(deadline_s, self._finish)
+        self._loop.call_later(deadline_s, self._end_streams)
         self._leave()
+
+    def _end_streams(self) -> None:
+        """Tell every client whose stream still runs; the last of them to close its connection ends the worker."""
+        self.service.engine.end_all(ApiError("overloaded", "cannot finish this request: the service is being stopped"))
+        self._loop.call_later(LAST_WORDS_S, self._finish)
 
     def _leave(self) -> None:
         """Take nothing new; exit with the last connection. Idle ones are closed."""

@@ -21,6 +21,7 @@ import msgspec
 
 from seedance.daemon.children import Backoff, Reaper, Survey, exit_text, wait_set
 from seedance.daemon.links import (
+    LAST_WORDS_S,
     WORKER_ORDERS,
     WORKER_REPORTS,
     Drain,
@@ -252,12 +253,15 @@ class Workers:
         return sum(worker.connections for worker in self._of(tenant))
 
     async def stop(self, deadline_s: float) -> None:
-        """End all workers: within `deadline_s` by themselves, then by force. Returns when they are gone."""
+        """End all workers: their streams within `deadline_s`, themselves soon after, or else by force.
+
+        Returns when they are gone.
+        """
         for worker in list(self._workers.values()):
             worker.leaving = True
             worker.send(Drain(deadline_s))
             worker.close_handover()
-        if self._workers and not await wait_set(self._all_gone, deadline_s):
+        if self._workers and not await wait_set(self._all_gone, deadline_s + 2 * LAST_WORDS_S):
             for worker in self._workers.values():
                 worker.kill()
             await wait_set(self._all_gone, _KILL_AFTER_S)

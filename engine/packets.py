@@ -97,6 +97,8 @@ class PacketSocket:
         self._queue_descriptors = 0
         self._retry: asyncio.TimerHandle | None = None
         self._open = True
+        self.peer_is_gone = False
+        """Set when a send finds that the peer is gone: the packet is lost; `closed` follows when the end is read."""
         loop.add_reader(self._fd, self._readable)
 
     @property
@@ -165,6 +167,7 @@ class PacketSocket:
                 return False
             if exc.errno not in (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN):
                 raise
+            self.peer_is_gone = True
         return True
 
     def _writable(self) -> None:

@@ -23,11 +23,12 @@ STATISTICS: Final = "seedance_statistics"
 class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How to run one vLLM engine.
 
-    `model` is a directory or a hub name, `name` what clients call it. `kv_bytes` is reserved at start; 0 is 1 GiB on
-    a CPU, and on a GPU what vLLM leaves of its memory for it. `max_model_len` None takes the model's own. `run_dir` gets the sockets, the log and temporary files; its path must be short, since
-    a socket's may have 107 bytes. `cache_dir` is for what vLLM keeps between starts; empty means a folder in `run_dir`.
-    `enforce_eager` compiles nothing: the start is quick, and a GPU slower; None does so on a CPU. `threads` counts OpenMP
-    threads of the CPU build; 0 leaves one processor to the rest of the machine. `offline` forbids hub calls; a local model makes none anyway.
+    `model` is a directory or a hub name, `name` what clients call it. `kv_bytes` is reserved at start; 0 is 1 GiB on a
+    CPU, and on a GPU what vLLM leaves of its memory for it. `max_model_len` None takes the model's own. `run_dir` gets
+    the sockets, the log and temporary files; its path must be short, since a socket's may have 107 bytes. `cache_dir`
+    is for what vLLM keeps between starts; empty means a folder in `run_dir`. `enforce_eager` compiles nothing: the
+    start is quick, and a GPU slower; None does so on a CPU. `threads` counts OpenMP threads of the CPU build; 0 leaves
+    one processor to the rest of the machine. `offline` forbids hub calls; a local model makes none anyway.
     """
 
     model: str

@@ -220,6 +220,13 @@ def completion_logprobs(
     return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}
 
 
+def extend_logprobs(logprobs: dict[str, Any], more: dict[str, Any]) -> None:
+    """Append log probabilities to those of the tokens before; both of one of the two kinds."""
+    for name, values in more.items():
+        if values is not None:  # chat's refusal
+            logprobs[name] += values
+
+
 def models_body(models: Iterable[ModelInfo]) -> bytes:
     """Return the body of `GET /v1/models`."""
     return _encode({"object": "list", "data": [_model(model) for model in models]})

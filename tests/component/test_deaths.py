@@ -116,7 +116,7 @@ def test_a_killed_engine_host_ends_streams_with_an_error_event(daemon: Daemon) -
         answer = whole.response()
         assert (answer.status, answer.error["code"]) == (503, "engine_unavailable")
         assert int(answer.fields["retry-after"]) >= 1
-        ended = {}
+        ended: dict[str, str] = {}
         while len(ended) < 2:
             received = json.loads(socket.recv(10))
             if "error" in received:

@@ -86,8 +86,9 @@ def test_long_prompts_delay_nobody(daemon: Daemon, live: LiveStreams, tenant: st
         assert len(prompts.prompt_tokens) == PROMPTS
         assert prompts.prompt_tokens[0] > 20_000
         alone_ms, beside_ms, health_ms = (1000 * percentile(values, 0.99) for values in (alone, beside, health))
+        whose = "the same" if tenant == "acme" else "another"
         print(
-            f"{PROMPTS} prompts of {len(PROMPT):,} characters of {'the same' if tenant == 'acme' else 'another'} tenant:"
+            f"{PROMPTS} prompts of {len(PROMPT):,} characters of {whose} tenant:"
             f" time between tokens, p99 of {len(beside):,}, {alone_ms:.1f} ms alone, {beside_ms:.1f} ms beside them"
             f" ({1000 * max(beside):.1f} at most); /healthz, p99 of {len(health)}, {health_ms:.1f} ms"
         )

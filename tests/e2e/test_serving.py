@@ -559,7 +559,7 @@ class Aborter:
             f"Authorization: Bearer {self._serving.daemon.keys[self._tenant()]}\r\n\r\n{body}".encode()
         )
         await writer.drain()
-        for _ in range(self._chance.randrange(100)):
+        for _ in range(self._chance.randrange(64)):
             assert await reader.readline()
         if self._chance.random() < 0.5:
             writer.transport.abort()
@@ -574,7 +574,7 @@ class Aborter:
         )
         for number in range(self._chance.randrange(1, 4)):
             await socket.send(json.dumps({"id": str(number), **self._body()}))
-        for _ in range(self._chance.randrange(60)):
+        for _ in range(self._chance.randrange(40)):
             await socket.recv()
         if self._chance.random() < 0.5:
             socket.transport.abort()
@@ -712,10 +712,28 @@ def test_a_model_that_has_gone_is_named_and_served_again_once_it_is_back(serving
     assert serving.complete() == serving.text("completion")
 
 
-def test_the_log_tells_it_all_in_lines_and_the_daemon_ends_when_told(serving: Serving) -> None:
-    serving.daemon.stop()
+def test_the_daemon_ends_when_told_and_tells_whose_stream_still_runs(serving: Serving) -> None:
+    with serving.client() as client, serving.web_socket("globex") as socket:
+        endless: Any = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+        stream = client.completions.create(model=MODEL, prompt=prompt(9), stream=True, **endless)
+        socket.send(json.dumps({"prompt": prompt(9), "max_tokens": 1500, "ignore_eos": True}))
+        next(stream)
+        received(socket)
+        serving.daemon.signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="the service is being stopped") as caught:
+            list(stream)
+        assert caught.value.code == "overloaded"
+        while "error" not in (message := received(socket)):
+            assert "delta" in message
+        assert message["error"]["code"] == "overloaded"
+        with pytest.raises(websockets.ConnectionClosed) as closed:
+            received(socket)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == websockets.CloseCode.GOING_AWAY
+    assert serving.daemon.wait() == 0
     log = serving.daemon.log.read_text()
     assert "Traceback" not in log
+    assert "worker of tenant" not in log  # none had to be killed
     told = [line for line in log.splitlines() if "engine is dead: " in line]
     assert len(told) >= 3  # killed twice, and once without its model
     assert any("MiB of KV cache reserved" in line for line in log.splitlines())

@@ -1,0 +1,238 @@
+"""Streams out of batches, every way in which one ends, and the limiter's places."""
+
+from __future__ import annotations
+
+import pytest
+from support.worker_parts import FakeDriver, FakeSink
+
+from seedance.daemon import tokenizer
+from seedance.daemon.doors.errors import ApiError
+from seedance.daemon.engine_client import EngineClient
+from seedance.daemon.stop_strings import StopDetokenizer
+from seedance.daemon.stream import Stream
+from seedance.engine.channel import (
+    Abort,
+    Batch,
+    Delta,
+    EngineChanged,
+    Receiver,
+    Refused,
+    Submit,
+    ToHost,
+    ToWorker,
+    encode,
+    pack_singles,
+)
+from seedance.engine.request import FinishReason, Sampling, TokenLogprobs
+from seedance.qos.limiter import TenantLimiter
+from seedance.qos.quota import Quota, TokenQuota
+
+TOKENIZER = tokenizer.synthetic()
+SAMPLING = Sampling(max_tokens=100)
+
+
+class Scene:
+    """An engine client on a fake channel, with the host's side in the test's hands."""
+
+    def __init__(self, per_minute: int | None = None) -> None:
+        self.driver = FakeDriver()
+        self.limiter = TenantLimiter(Quota(tenant="acme", tokens=TokenQuota(per_minute=per_minute)))
+        self.changes: list[EngineChanged] = []
+        self.client = EngineClient(self.driver, self.limiter, lambda: 0.0, self.changes.append)
+        self.client.texts = TOKENIZER.vocabulary.entries
+        self.client.connect(10)
+        self._receiver: Receiver[ToHost] = Receiver(ToHost)
+
+    def stream(self, stop: tuple[str, ...] = ()) -> tuple[Stream, FakeSink]:
+        sink = FakeSink()
+        detokenizer = TOKENIZER.detokenizer()
+        stream = Stream(sink, detokenizer, StopDetokenizer(detokenizer, stop) if stop else None)
+        assert self.limiter.admit(0.0) is None
+        self.client.submit(stream, [1, 2], SAMPLING)
+        return stream, sink
+
+    def say(self, *messages: ToWorker) -> None:
+        self.client.data_received(b"".join(map(encode, messages)))
+
+    def heard(self) -> list[ToHost]:
+        flow = self.driver.flows[-1]
+        data, flow.sent = bytes(flow.sent), bytearray()
+        return self._receiver.receive_data(data)
+
+    @staticmethod
+    def finished(sink: FakeSink) -> bool:
+        return sink.end is not None
+
+    @property
+    def places(self) -> int:
+        return self.limiter.statistics().streams
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text)
+
+
+def test_a_stream_from_submit_to_its_end() -> None:
+    scene = Scene()
+    stream, sink = scene.stream()
+    assert scene.heard() == [Submit(stream.number, [1, 2], SAMPLING)]
+    [a], [b], [c] = ids("a"), ids("b"), ids("c")
+    scene.say(Batch([Delta(stream.number, [a], None, None, 16)]))
+    scene.say(Batch([], pack_singles([stream.number, b])))
+    assert sink.text == "ab"
+    assert not scene.finished(sink)
+    scene.say(Batch([Delta(stream.number, [c], FinishReason.LENGTH)]))
+    assert (sink.text, sink.end) == ("abc", FinishReason.LENGTH)
+    assert (stream.output_tokens, stream.cached_tokens) == (3, 16)
+    assert (scene.places, len(scene.client), scene.heard()) == (0, 0, [])
+    assert scene.limiter.statistics().output_tokens == 3
+
+
+def test_one_batch_for_many_streams() -> None:
+    scene = Scene()
+    streams = [scene.stream() for _ in range(50)]
+    letters = [ids(chr(ord("a") + number % 26))[0] for number in range(50)]
+    flat = [x for (stream, _), letter in zip(streams, letters, strict=True) for x in (stream.number, letter)]
+    scene.say(Batch([], pack_singles(flat)))
+    assert [sink.text for _, sink in streams] == [chr(ord("a") + number % 26) for number in range(50)]
+
+
+def test_a_character_in_pieces_is_told_when_it_is_whole() -> None:
+    scene = Scene()
+    stream, sink = scene.stream()
+    pieces = list("é🌲".encode())  # the synthetic vocabulary's first 256 tokens are the bytes
+    for piece in pieces[:-1]:
+        scene.say(Batch([], pack_singles([stream.number, piece])))
+    assert sink.text == "é"
+    assert not stream.plain
+    scene.say(Batch([], pack_singles([stream.number, pieces[-1]])))
+    assert sink.text == "é🌲"
+    assert stream.plain
+    scene.say(Batch([], pack_singles([stream.number, pieces[0]])), Batch([Delta(stream.number, [], FinishReason.STOP)]))
+    assert (sink.text, sink.end) == ("é🌲\ufffd", FinishReason.STOP)
+
+
+def test_deltas_of_streams_that_are_gone_are_nobodys() -> None:
+    scene = Scene()
+    stream, sink = scene.stream()
+    scene.client.abort([stream])
+    scene.client.abort([stream])
+    assert scene.heard()[1:] == [Abort([stream.number])]
+    scene.say(
+        Batch([Delta(stream.number, [97], FinishReason.STOP), Delta(999, [97])], pack_singles([stream.number, 97]))
+    )
+    assert (sink.text, sink.end, scene.places) == ("", None, 0)
+    assert scene.limiter.statistics().output_tokens == 0
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_a_stop_string_ends_the_stream_and_the_engines_work(single: bool) -> None:
+    scene = Scene()
+    stream, sink = scene.stream(stop=("c",))
+    scene.heard()
+    tokens = ids("abcd")
+    if single:
+        for token in tokens:
+            scene.say(Batch([], pack_singles([stream.number, token])))
+    else:
+        scene.say(Batch([Delta(stream.number, tokens)]))
+    assert (sink.text, sink.end) == ("ab", FinishReason.STOP)
+    assert scene.heard() == [Abort([stream.number])]
+    assert (scene.places, stream.output_tokens) == (0, 3)
+
+
+def test_a_stop_token_counts_and_has_no_text() -> None:
+    scene = Scene()
+    stream, sink = scene.stream()
+    stream.hidden_token_ids = tuple(ids("b"))
+    scene.say(Batch([Delta(stream.number, ids("ab"), FinishReason.STOP)]))
+    assert (sink.text, sink.end, stream.output_tokens) == ("a", FinishReason.STOP, 2)
+
+
+def test_log_probabilities_go_with_their_text() -> None:
+    scene = Scene()
+    stream, sink = scene.stream()
+    position = TokenLogprobs([97, 98], [-0.5, -1.0], 1)
+    scene.say(Batch([Delta(stream.number, [97], None, [position])]))
+    assert (sink.text, sink.positions) == ("a", [position])
+
+
+def test_a_used_up_quota_ends_every_stream_with_what_it_has() -> None:
+    scene = Scene(per_minute=3)
+    first, first_sink = scene.stream()
+    second, second_sink = scene.stream()
+    scene.heard()
+    scene.say(Batch([], pack_singles([first.number, 97, second.number, 98])))
+    assert not scene.finished(first_sink)
+    scene.say(Batch([], pack_singles([first.number, 99, second.number, 0xC3])))
+    assert (first_sink.text, first_sink.end) == ("ac", FinishReason.QUOTA_EXCEEDED)
+    assert (second_sink.text, second_sink.end) == ("b\ufffd", FinishReason.QUOTA_EXCEEDED)
+    assert scene.heard() == [Abort([first.number, second.number])]
+    assert scene.places == 0
+
+
+def test_a_refusal_and_an_engines_error_fail_one_stream() -> None:
+    scene = Scene()
+    (refused, refused_sink), (broken, broken_sink), (_, whole_sink) = [scene.stream() for _ in range(3)]
+    scene.say(
+        Refused(refused.number, "context_too_long", "cannot take so much"),
+        Batch([Delta(broken.number, [], FinishReason.ERROR, None, 0, "cannot go on")]),
+    )
+    assert isinstance(refused_sink.end, ApiError) and refused_sink.end.code == "context_too_long"
+    assert isinstance(broken_sink.end, ApiError) and broken_sink.end.message == "cannot go on"
+    assert whole_sink.end is None
+    assert scene.places == 1
+
+
+def test_a_dead_engine_fails_every_stream_and_takes_back_what_was_asked() -> None:
+    scene = Scene()
+    (first, first_sink), (second, second_sink) = scene.stream(), scene.stream()
+    scene.heard()
+    scene.say(EngineChanged("dead", "killed", None))
+    for sink in (first_sink, second_sink):
+        assert isinstance(sink.end, ApiError) and sink.end.code == "engine_unavailable"
+    assert scene.heard() == [Abort([first.number, second.number])]
+    assert [change.state for change in scene.changes] == ["dead"]
+    assert scene.places == 0
+
+
+@pytest.mark.parametrize("how", ["junk", "eof"])
+def test_a_channel_that_breaks_loses_its_streams_and_can_be_replaced(how: str) -> None:
+    scene = Scene()
+    _, sink = scene.stream()
+    if how == "junk":
+        scene.client.data_received(b"\xff\xff\xff\xff")
+    else:
+        scene.client.eof_received()
+    assert isinstance(sink.end, ApiError)
+    assert [change.state for change in scene.changes] == ["dead"]
+    assert scene.places == 0
+    scene.client.connect(11)
+    stream, sink = scene.stream()
+    scene.say(Batch([Delta(stream.number, [97], FinishReason.STOP)]))
+    assert sink.text == "a"
+
+
+def test_a_fresh_channel_before_the_old_one_broke() -> None:
+    scene = Scene()
+    _, sink = scene.stream()
+    scene.client.connect(11)
+    assert isinstance(sink.end, ApiError)
+    assert scene.driver.flows[0].ended == "aborted"
+    assert scene.places == 0
+
+
+def test_a_sink_that_gives_up_in_mid_batch_is_left_alone() -> None:
+    scene = Scene()
+
+    class Leaving(FakeSink):
+        def text_arrived(self, text: str) -> None:
+            super().text_arrived(text)
+            scene.client.abort([stream])
+
+    sink = Leaving()
+    stream = Stream(sink, TOKENIZER.detokenizer(), None)
+    assert scene.limiter.admit(0.0) is None
+    scene.client.submit(stream, [1], SAMPLING)
+    scene.say(Batch([Delta(stream.number, [97], FinishReason.STOP)]))
+    assert (sink.text, sink.end, scene.places) == ("a", None, 0)
