@@ -31,7 +31,7 @@ class Received(msgspec.Struct, frozen=True):
     start_ns: int
     first_ns: int
     last_ns: int
-    cpu_ns: int
+    busy_ns: int
     lost: int
 
 
@@ -135,7 +135,7 @@ def run_of(counted: Received, connections: int, steps: int, spent: Spent, late_s
         messages_per_s=counted.messages / wall_ns * 1e9,
         server_cpu_us_per_message=spent.cpu_ns / counted.messages / 1e3,
         server_user_us_per_message=spent.user_ns / counted.messages / 1e3,
-        client_busy=counted.cpu_ns / wall_ns,
+        client_busy=counted.busy_ns / wall_ns,
         messages_per_segment=counted.messages / counted.segments if counted.segments else 0.0,
         payload_bytes_per_message=counted.payload_bytes / counted.messages,
         late_sends=late_sends,

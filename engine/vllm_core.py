@@ -366,9 +366,23 @@ def _extend(core: Any, launch: Launch) -> None:
             request.trace_headers = {vllm_wire.ERROR_KEY: f"cannot constrain the output: {reason_of(exc)}"}
             raise
 
+    if is_cpu_build():
+        # It packs most weights into forms of its matrix library, after which no parameter shows them.
+        loader = importlib.import_module("vllm.model_executor.model_loader.base_loader")
+        process_weights = loader.process_weights_after_loading
+
+        def count_and_process(model: Any, *args: Any) -> None:
+            core.EngineCore._seedance_weight_bytes = _parameter_bytes(model)
+            process_weights(model, *args)
+
+        loader.process_weights_after_loading = count_and_process
     core.EngineCoreProc._perform_handshakes = perform_handshakes
     structured.StructuredOutputManager._create_grammar = create_grammar
     setattr(core.EngineCore, STATISTICS, _statistics)
+
+
+def _parameter_bytes(model: Any) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def _statistics(core: Any) -> dict[str, int]:
@@ -378,7 +392,7 @@ def _statistics(core: Any) -> dict[str, int]:
     pool = scheduler.kv_cache_manager.block_pool
     if not hasattr(core, "_seedance_weight_bytes"):
         model = core.model_executor.driver_worker.worker.get_model()
-        core._seedance_weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        core._seedance_weight_bytes = _parameter_bytes(model)
     statistics = CoreStatistics(
         running=running,
         waiting=waiting,

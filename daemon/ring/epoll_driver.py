@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from seedance.daemon.ring.driver import DriverStatistics, Endpoint
+from seedance.daemon.ring.flow import TURN_BYTES
 
 _READ_BYTES: Final = 64 << 10
 _LINGER_S: Final = 2.0
@@ -67,8 +68,11 @@ class EpollFlow:
         if self._out is None:
             self._out = data
             self._driver._to_send(self)
-        else:
+        elif len(self._out) < TURN_BYTES:
             self._out += data
+        else:
+            self._backlog = bytearray(data)
+            return len(data)
         return 0
 
     def pause_reading(self) -> None:
@@ -135,9 +139,9 @@ class EpollFlow:
             return
         self._driver._sends += 1
         sent = self._try_send(data)
-        if sent < len(data) and self._state != _CLOSED:
+        if (sent < len(data) or self._backlog is not None) and self._state != _CLOSED:
             self._driver._partial_sends += 1
-            self._backlog = bytearray(data[sent:])
+            self._backlog = bytearray(data[sent:]) + (self._backlog or b"")
             self._driver._loop.add_writer(self._socket, self._writable)
         self._go_on_if_sent()
 

@@ -13,6 +13,8 @@ from seedance.daemon.ring.driver import Endpoint
 from seedance.daemon.ring.operations import KIND_SEND, KIND_SHIFT
 
 OPEN, CLOSING, LINGERING, ENDING, DETACHING, CLOSED = range(6)
+TURN_BYTES: Final = 64 << 10
+"""What is sent to a flow in one turn beyond this is its backlog: its owner learns of it, and no copy grows on."""
 _SEND_FLAGS: Final = socket.MSG_NOSIGNAL | socket.MSG_WAITALL | socket.MSG_DONTWAIT
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)  # struct linger
 
@@ -28,6 +30,9 @@ class FlowDriver(Protocol):
 
     def close_flow(self, flow: RingFlow) -> None:
         """Go on from CLOSING."""
+
+    def fall_behind(self, flow: RingFlow) -> None:
+        """Go on with a backlog that was made before the socket was asked."""
 
     def end_flow(self, flow: RingFlow, error: OSError | None) -> None:
         """Drop everything and close."""
@@ -92,11 +97,16 @@ class RingFlow:
         if self.backlog is not None:
             self.backlog += data
             return len(self.backlog)
-        if self.out is None:
+        out = self.out
+        if out is None:
             self.out = data
             self._mark(self)
+        elif len(out) < TURN_BYTES:
+            self.out = out + data
         else:
-            self.out += data
+            self.backlog = bytearray(data)
+            self._driver.fall_behind(self)
+            return len(data)
         return 0
 
     def pause_reading(self) -> None:

@@ -290,6 +290,9 @@ class RingDriver:
         self.flush()
         self._release_if_idle(flow)
 
+    def fall_behind(self, flow: RingFlow) -> None:
+        self._queue.fall_behind(flow)
+
     def end_flow(self, flow: RingFlow, error: OSError | None) -> None:
         if flow.state in (ENDING, CLOSED):
             return

@@ -101,14 +101,16 @@ class SendQueue:
     def _stage_batch(self, flows: list[RingFlow]) -> None:
         batch = flows
         frames: list[bytes] = [flow.out for flow in batch]  # type: ignore[misc]
-        if None in frames:  # some were ended meanwhile
+        try:
+            data = b"".join(frames)
+        except TypeError:  # None among them: some flows were ended meanwhile
             batch = [flow for flow in flows if flow.out is not None]
             frames = [flow.out for flow in batch]  # type: ignore[misc]
+            data = b"".join(frames)
             if not batch:
                 return
         for flow in batch:
             flow.out = None
-        data = b"".join(frames)
         if len(data) > BATCH_BYTES:
             frames = self._cut(batch, frames)
             data = b"".join(frames)
@@ -181,6 +183,10 @@ class SendQueue:
                     self._behind.append(flow)
                 flow.backlog[:0] = frame[part:]
         return [frame[:part] for frame in frames]
+
+    def fall_behind(self, flow: RingFlow) -> None:
+        """Go on with a backlog once what is before it is out."""
+        self._behind.append(flow)
 
     def work_off(self, flow: RingFlow) -> None:
         """Stage the next piece of a backlog, unless the socket is full; or note that it is empty."""

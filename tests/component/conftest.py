@@ -11,7 +11,7 @@ TABLES = {
     "engine": {"max_model_len": 8192},
     "engine.synthetic": {"tokens_per_s": 500, "prompt_tokens_per_s": 5000},
     "worker": {"max_head": "8KiB", "max_body": "1MiB", "max_message": "64KiB", "max_backlog": "64KiB"},
-    "http": {"ping_interval": "1s", "head_timeout": "2s", "body_timeout": "2s", "idle_timeout": "3s"},
+    "http": {"ping_interval": "1s", "head_timeout": "1s", "body_timeout": "1s", "idle_timeout": "2s"},
 }
 
 

@@ -22,18 +22,19 @@ LONG: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 10_000}
 
 
 @pytest.fixture(scope="module", params=DRIVERS)
-def daemon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     with running(tmp_path_factory.mktemp("d"), "acme", "globex", io=request.param) as daemon:
         yield daemon
         daemon.stop()
 
 
-@pytest.fixture(autouse=True)
-def at_rest(daemon: Daemon) -> Iterator[None]:
-    wait_until(lambda: serves(daemon, "acme") and serves(daemon, "globex"))
-    yield
-    wait_until(lambda: serves(daemon, "acme") and serves(daemon, "globex"))
-    wait_until(daemon.is_at_rest)
+@pytest.fixture
+def daemon(shared: Daemon) -> Iterator[Daemon]:
+    """A daemon that serves both tenants, before and after."""
+    wait_until(lambda: serves(shared, "acme") and serves(shared, "globex"))
+    yield shared
+    wait_until(lambda: serves(shared, "acme") and serves(shared, "globex"))
+    wait_until(shared.is_at_rest)
 
 
 def serves(daemon: Daemon, tenant: str) -> bool:
@@ -73,7 +74,7 @@ def test_a_killed_worker_closes_its_clients_and_no_one_elses(daemon: Daemon) -> 
         socket.send(json.dumps(LONG))
         assert "delta" in json.loads(socket.recv(10))
         pid = daemon.tenant("acme").worker_pid
-        os.kill(pid, signal.SIGKILL)
+        daemon.kill(pid)
         assert b"[DONE]" not in stream.rest()
         assert whole.is_closed()
         with pytest.raises(ConnectionClosedError):
@@ -106,7 +107,7 @@ def test_a_killed_engine_host_ends_streams_with_an_error_event(daemon: Daemon) -
         for stream_id in ("a", "b"):
             socket.send(json.dumps({"id": stream_id, **LONG}))
         pid = daemon.child("engine host").pid
-        os.kill(pid, signal.SIGKILL)
+        daemon.kill(pid)
         # Never a silent cut: the last event says it, and the body ends as it should.
         response = stream.response()
         last = response.body.removesuffix(b"\n\n").rpartition(b"data: ")[2]
@@ -137,13 +138,13 @@ def test_the_official_client_sees_the_error_of_a_stream(daemon: Daemon) -> None:
     with openai.OpenAI(base_url=f"http://{daemon.address}/v1", api_key=daemon.keys["acme"], max_retries=0) as client:
         stream = client.completions.create(**LONG, stream=True)
         next(iter(stream))
-        os.kill(daemon.child("engine host").pid, signal.SIGKILL)
+        daemon.kill(daemon.child("engine host").pid)
         with pytest.raises(openai.APIError, match="engine"):
             list(stream)
 
 
 def test_while_the_engine_is_away_requests_and_health_say_so(daemon: Daemon) -> None:
-    os.kill(daemon.child("engine host").pid, signal.SIGKILL)
+    daemon.kill(daemon.child("engine host").pid)
     seen = set()
     with Connection(daemon.address) as health:
 
@@ -159,6 +160,7 @@ def test_while_the_engine_is_away_requests_and_health_say_so(daemon: Daemon) -> 
 
 def test_a_frozen_worker_holds_up_nobody_else(daemon: Daemon) -> None:
     pid = daemon.tenant("acme").worker_pid
+    assert pid
     with started(daemon, "acme", stream=True):
         os.kill(pid, signal.SIGSTOP)
         try:

@@ -120,22 +120,22 @@ def test_the_end_before_a_request(reader: Served, data: bytes) -> None:
 
 
 def test_a_head_that_never_ends(connection: Served) -> None:
-    """`head_timeout` is 2 s."""
+    """`head_timeout` is 1 s."""
     begun = time.monotonic()
     connection.send(b"GET /v1/models HTTP/1.1\r\nHost: ")
     response = connection.response()
     assert (response.status, response.error["code"]) == (408, "invalid_request")
-    assert 1 < time.monotonic() - begun < 6
+    assert 0.5 < time.monotonic() - begun < 6
 
 
 def test_a_body_that_never_ends(doors: Daemon, connection: Served) -> None:
-    """`body_timeout` is 2 s."""
+    """`body_timeout` is 1 s."""
     connection.send(request("POST", COMPLETIONS, doors.keys["acme"], fields={"Content-Length": "100"}) + b"{")
     begun = time.monotonic()
     response = connection.response()
     assert (response.status, response.error["code"]) == (408, "invalid_request")
     assert connection.is_closed()
-    assert 1 < time.monotonic() - begun < 6
+    assert 0.5 < time.monotonic() - begun < 6
 
 
 def test_methods_that_a_path_does_not_have(doors: Daemon, connection: Served) -> None:

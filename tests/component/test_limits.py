@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -323,7 +321,7 @@ def test_what_was_used_stays_used_when_the_worker_goes(fast: Daemon, end: str) -
             connection.send(request("GET", "/v1/models", fast.keys[tenant]))
             assert connection.response().status == 200
             worker = fast.tenant(tenant).worker_pid
-            os.kill(worker, signal.SIGKILL)
+            fast.kill(worker)
     wait_until(lambda: worker not in fast.processes())
     answer = complete(fast, tenant, max_tokens=1000)
     assert fast.tenant(tenant).worker_pid != worker

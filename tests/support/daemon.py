@@ -109,6 +109,12 @@ class Daemon:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
+    def kill(self, pid: int) -> None:
+        """Kill one of its processes, and wait until all that it had is closed."""
+        assert pid > 0, "it is not running"
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not Path(f"/proc/{pid}").exists())
+
     def wait(self, timeout_s: float = TIMEOUT_S) -> int:
         """Wait for the main process to end; returns its exit status."""
         assert self._process is not None

@@ -103,6 +103,56 @@ def test_a_short_send_loses_and_reorders_nothing(any_rig: Rig, tcp: bool) -> Non
     any_rig.run(main)
 
 
+@pytest.mark.parametrize("end", ["stays open", "closes", "is detached"])
+@pytest.mark.parametrize("send_buffer", [8192, None])
+def test_very_much_in_one_turn_is_a_backlog_before_the_socket_was_asked(
+    any_rig: Rig, send_buffer: int | None, end: str
+) -> None:
+    async def main() -> None:
+        flow, recorder, peer = any_rig.flow(send_buffer=send_buffer)
+        waiting = [flow.send(BIG[at : at + 1000]) for at in range(0, len(BIG), 1000)]
+        assert waiting[0] == 0
+        assert 0 < waiting[-1] == max(waiting) < len(BIG)
+        detached: list[int] = []
+        if end == "closes":
+            flow.close()
+        elif end == "is detached":
+            flow.detach(detached.append)
+        assert await any_rig.in_thread(lambda: read_exactly(peer, len(BIG))) == BIG
+        if end == "stays open":
+            await recorder.wait(lambda seen: seen.drained > 0)
+            assert flow.send(b"more") == 0
+            assert await any_rig.in_thread(lambda: read_exactly(peer, 4)) == b"more"
+        elif end == "closes":
+            assert await any_rig.in_thread(lambda: peer.recv(1)) == b""
+            peer.close()
+            await recorder.wait(lambda seen: seen.lost == [None])
+        else:
+            while not detached:
+                await asyncio.sleep(0)
+            os.close(detached[0])
+            assert recorder.lost == []
+
+    any_rig.run(main)
+
+
+def test_a_flow_that_cannot_be_detached_can_be_aborted(any_rig: Rig) -> None:
+    async def main() -> None:
+        flow, recorder, _ = any_rig.flow(send_buffer=8192)
+        flow.send(BIG)
+        await any_rig.turns()
+        detached: list[int] = []
+        flow.detach(detached.append)
+        await any_rig.turns()
+        assert detached == []
+        flow.abort()
+        await recorder.wait(lambda seen: seen.lost == [None])
+        assert detached == []
+        assert flow.fd == -1
+
+    any_rig.run(main)
+
+
 def test_one_huge_send_beside_small_ones(any_rig: Rig) -> None:
     async def main() -> None:
         huge, _, huge_peer = any_rig.flow(send_buffer=8192)

@@ -20,7 +20,7 @@ def received(*, messages: int = 640, lost: int = 0) -> Received:
         start_ns=1_000,
         first_ns=2_000,
         last_ns=1_001_000,
-        cpu_ns=500_000,
+        busy_ns=500_000,
         lost=lost,
     )
 

