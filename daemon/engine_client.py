@@ -38,20 +38,29 @@ class EngineClient:
         limiter: TenantLimiter,
         clock: Callable[[], float],
         engine_changed: Callable[[EngineChanged], None],
+        plain_frame: Callable[[str], bytes],
     ) -> None:
+        """`plain_frame` makes what goes to a stream's `plain_flow` for a text."""
         self._driver = driver
         self._limiter = limiter
         self._clock = clock
         self._engine_changed = engine_changed
         self._streams: dict[int, Stream] = {}
         self._number = 0
-        self.texts: Sequence[Entry] = ()
-        """The vocabulary's entries, set with the model: most tokens are a text by themselves."""
+        self._plain_frame = plain_frame
+        self._texts: Sequence[Entry] = ()
+        self._frames: list[bytes | None] = []
         self._flow: Flow | None = None
         self._receiver: Receiver[ToWorker] = Receiver(ToWorker)
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    def use_vocabulary(self, entries: Sequence[Entry]) -> None:
+        """Take the vocabulary's entries: most tokens are a text by themselves."""
+        if self._texts is not entries:
+            self._texts = entries
+            self._frames = [None] * len(entries)  # by token id, made when first wanted
 
     def connect(self, fd: int) -> None:
         """Use a fresh channel from now on; the last one's streams are lost."""
@@ -131,10 +140,10 @@ class EngineClient:
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
-    def _step_completed(self, batch: Batch) -> None:
+    def _step_completed(self, batch: Batch) -> None:  # noqa: C901 - calls would cost more than what they would hide
         # Each token of each stream passes through this loop. It touches as few objects as it can: with a thousand
         # streams none of them is in the processor's cache any more when its turn comes.
-        find, texts = self._streams.get, self.texts
+        find, texts, frames = self._streams.get, self._texts, self._frames
         last = len(texts) - 1
         tokens = 0
         for number, token_id in batch.pairs():
@@ -144,8 +153,18 @@ class EngineClient:
             tokens += 1
             stream.output_tokens += 1
             if stream.plain and token_id <= last:
+                flow = stream.plain_flow
+                if flow is not None:
+                    frame = frames[token_id]
+                    if frame is not None:
+                        waiting_bytes = flow.send(frame)
+                        if waiting_bytes:
+                            stream.fell_behind(waiting_bytes)
+                        continue
                 text = texts[token_id]
-                if text.__class__ is str:
+                if isinstance(text, str):
+                    if text and flow is not None:
+                        frames[token_id] = self._plain_frame(text)
                     if text:
                         stream.sink.text_arrived(text)
                     continue

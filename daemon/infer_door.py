@@ -220,34 +220,18 @@ class InferConnection(WebSocketConnection):
             self._owner.service.cancel(answer)
 
 
-class DeltaFrames(dict[str, bytes]):
-    """The frames of deltas by their text, made when first wanted, the first `kept` of them kept.
-
-    Streams without an id share one: their deltas of one text are the same bytes, and a few thousand texts are most of
-    all that is said.
-    """
-
-    __slots__ = ("_kept", "_template")
-
-    def __init__(self, builder: InferStream, kept: int) -> None:
-        super().__init__()
-        self._template = TextTemplate(*builder.around_text())
-        self._kept = kept
-
-    def __missing__(self, text: str) -> bytes:
-        frame = self._template.frame(_json(text))
-        if len(self) < self._kept:
-            self[text] = frame
-        return frame
+_PLAIN: Final = TextTemplate(*InferStream().around_text())
 
 
-_FRAMES: Final = DeltaFrames(InferStream(), 16_384)
+def plain_frame(text: str) -> bytes:
+    """Return the frame of a delta in a stream without an id: the same in all of them."""
+    return _PLAIN.frame(_json(text))
 
 
 class _InferAnswer(Answer):
     """One stream of a connection, and its own sink."""
 
-    __slots__ = ("_builder", "_connection", "_flow", "_frames", "_id", "_logprobs", "_parts", "_service")
+    __slots__ = ("_builder", "_connection", "_flow", "_id", "_logprobs", "_parts", "_service", "_template")
 
     def __init__(self, connection: InferConnection, service: Service, request: InferRequest) -> None:
         super().__init__()
@@ -256,7 +240,7 @@ class _InferAnswer(Answer):
         self._service = service
         self._id = request.id
         self._builder = InferStream(request.id)
-        self._frames = _FRAMES if request.id is None else DeltaFrames(self._builder, 0)
+        self._template = TextTemplate(*self._builder.around_text()) if request.id is not None else _PLAIN
         self._parts: list[str] | None = None if request.streams() else []
         self._logprobs: dict[str, Any] | None = None
 
@@ -264,7 +248,9 @@ class _InferAnswer(Answer):
         return self
 
     def started(self) -> None:
-        pass
+        if self._template is _PLAIN and self._parts is None:
+            for stream in self.streams:
+                stream.plain_flow, stream.fell_behind = self._flow, self._connection.fell_behind
 
     def failed(self, error: ApiError) -> None:
         self.stream_failed(error)
@@ -277,7 +263,7 @@ class _InferAnswer(Answer):
     def text_arrived(self, text: str) -> None:
         if self._parts is None:
             # The hot path: past the connection, straight to its flow.
-            waiting_bytes = self._flow.send(self._frames[text])
+            waiting_bytes = self._flow.send(self._template.frame(_json(text)))
             if waiting_bytes:
                 self._connection.fell_behind(waiting_bytes)
         else:

@@ -77,7 +77,7 @@ class Service:
         self._engine_state = EngineState(change.state)
         if change.model is not None:
             self.model, self._tokenizer = change.model, tokenizer
-            self.engine.texts = () if tokenizer is None else tokenizer.vocabulary.entries
+            self.engine.use_vocabulary(() if tokenizer is None else tokenizer.vocabulary.entries)
             self._defaults = defaults or SamplingDefaults()
 
     def quota_changed(self, quota: Quota) -> None:

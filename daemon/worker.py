@@ -22,7 +22,7 @@ from seedance.daemon.connection import HttpConnection
 from seedance.daemon.doors import infer
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.engine_client import EngineClient
-from seedance.daemon.infer_door import EchoConnection, InferConnection, WebSocketConnection
+from seedance.daemon.infer_door import EchoConnection, InferConnection, WebSocketConnection, plain_frame
 from seedance.daemon.links import (
     LAST_WORDS_S,
     MAX_HANDOVER_BYTES,
@@ -100,7 +100,7 @@ class Worker:
         if settings.limiter is not None:
             self._limiter.restore(settings.limiter, loop.time(), time.time())
         self.service = Service(loop, settings.quota, self._limiter)
-        self.service.engine = EngineClient(driver, self._limiter, loop.time, self._engine_changed)
+        self.service.engine = EngineClient(driver, self._limiter, loop.time, self._engine_changed, plain_frame)
         self.service.engine.connect(engine.detach())
         self._engine_changed(settings.engine)
         self._handover = PacketSocket(handover, loop, self._handed_over, self._handover_closed)

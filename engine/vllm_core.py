@@ -368,7 +368,7 @@ def _extend(core: Any, launch: Launch) -> None:
 
     if is_cpu_build():
         # It packs most weights into forms of its matrix library, after which no parameter shows them.
-        loader = importlib.import_module("vllm.model_executor.model_loader.base_loader")
+        loader: Any = importlib.import_module("vllm.model_executor.model_loader.base_loader")
         process_weights = loader.process_weights_after_loading
 
         def count_and_process(model: Any, *args: Any) -> None:

@@ -23,14 +23,14 @@ LAUNCH = control.Launch(1, control.VllmSettings(model="m", name="m", run_dir="/"
 
 
 def sleep(_: socket.socket, __: control.Launch) -> int:
-    """Be an EngineCore that ignores SIGTERM, and that no test waits for."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Be an EngineCore that no test waits for."""
     time.sleep(600)
     return 0
 
 
 def be_zygote(control_fd: int, adapter_pid: int) -> None:
-    """Serve as `vllm_core` does, less the import."""
+    """Serve as `vllm_core` does, less the import; what is forked ignores SIGTERM from its first moment."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Zygote(socket.socket(fileno=control_fd), adapter_pid, sleep, stop_grace_s=0.1).serve()
 
 

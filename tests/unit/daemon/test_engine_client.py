@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.worker_parts import FakeDriver, FakeSink
+from support.worker_parts import FakeDriver, FakeFlow, FakeSink
 
 from seedance.daemon import tokenizer
 from seedance.daemon.doors.errors import ApiError
@@ -38,8 +38,8 @@ class Scene:
         self.driver = FakeDriver()
         self.limiter = TenantLimiter(Quota(tenant="acme", tokens=TokenQuota(per_minute=per_minute)))
         self.changes: list[EngineChanged] = []
-        self.client = EngineClient(self.driver, self.limiter, lambda: 0.0, self.changes.append)
-        self.client.texts = TOKENIZER.vocabulary.entries
+        self.client = EngineClient(self.driver, self.limiter, lambda: 0.0, self.changes.append, plain_frame)
+        self.client.use_vocabulary(TOKENIZER.vocabulary.entries)
         self.client.connect(10)
         self._receiver: Receiver[ToHost] = Receiver(ToHost)
 
@@ -66,6 +66,10 @@ class Scene:
     @property
     def places(self) -> int:
         return self.limiter.statistics().streams
+
+
+def plain_frame(text: str) -> bytes:
+    return f"<{text}>".encode()
 
 
 def ids(text: str) -> list[int]:
@@ -236,3 +240,19 @@ def test_a_sink_that_gives_up_in_mid_batch_is_left_alone() -> None:
     scene.client.submit(stream, [1], SAMPLING)
     scene.say(Batch([Delta(stream.number, [97], FinishReason.STOP)]))
     assert (sink.text, sink.end, scene.places) == ("a", None, 0)
+
+
+def test_plain_tokens_of_a_plain_flow_go_past_the_sink() -> None:
+    scene = Scene()
+    stream, sink = scene.stream()
+    flow = FakeFlow(20, scene.client)
+    behind: list[int] = []
+    stream.plain_flow, stream.fell_behind = flow, behind.append
+    [a], pieces = ids("a"), list("é".encode())
+    for token in (a, a, *pieces, a, TOKENIZER.vocabulary.size + 5):
+        scene.say(Batch([], pack_singles([stream.number, token])))
+    # Made once by way of the sink, which frames it itself; then sent as it is.
+    assert (sink.text, bytes(flow.sent), stream.output_tokens) == ("aé", b"<a><a>", 6)
+    flow.waiting_bytes = 99
+    scene.say(Batch([], pack_singles([stream.number, a])))
+    assert behind == [99]
