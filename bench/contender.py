@@ -1,13 +1,17 @@
 """What takes part in the fan-out comparison, and how one that is a server by itself is driven.
 
-A run is the same for all: STEPS steps back to back, each of which sends one message to each of N connections; the time
-is from the beginning of the first step to the arrival of the last message at the client. The server has one core,
-the client another one.
+A run is the same for all: STEPS steps, each of which sends one message to each of N connections; the time is from the
+beginning of the first step to the arrival of the last message at the client. The load client plays the engine too: a
+step begins when it says so on a socket, which is when half of the last step's messages have arrived. So no server waits,
+none runs ahead of the client (which would have the kernel merge messages, the more the faster the server), and each
+pays for being told. The server has one core, the client another one.
 """
 
 from __future__ import annotations
 
 import array
+import socket
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -36,7 +40,7 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One run back to back. `late_sends` are those that the kernel took in part or not at once, None when not told."""
+    """One run. `late_sends` are those that the kernel took in part or not at once, None when not told."""
 
     connections: int
     steps: int
@@ -69,7 +73,7 @@ class Contender(Protocol):
         """Bring the server up, with all connections upgraded and waiting for steps."""
 
     def run(self, steps: int) -> Run:
-        """Make `steps` steps back to back."""
+        """Make `steps` steps, each when half of the last one's messages have arrived."""
 
     def pace(self, steps: int, period_ns: int) -> list[int]:
         """Make a step every `period_ns`; return for each message the ns from the step's begin to its arrival."""
@@ -175,22 +179,28 @@ class Server:
         self._connections = connections
         payloads = str(self._build / "payloads.bin")
         argv = [*self._argv, "--payloads", payloads, "--connections", str(connections)]
-        self._server = LineProcess(argv, [self._cores[0]])
-        port = self._server.hear("listening", 30.0)[0]
-        self._client = Client(self._build, f"127.0.0.1:{port}", [self._cores[1]])
+        engine, server_end = socket.socketpair()
+        with engine, server_end:
+            argv += ["--steps-fd", str(server_end.fileno())]
+            self._server = LineProcess(argv, [self._cores[0]], pass_fds=[server_end.fileno()])
+            port = self._server.hear("listening", 30.0)[0]
+            feed = ["--feed-fd", str(engine.fileno())]
+            self._client = Client(self._build, f"127.0.0.1:{port}", [self._cores[1]], feed)
+        signals = self._build / "signals.bin"
+        signals.write_bytes(struct.pack("=I", 1) + b"s")
+        self._client.process.ask(f"batches {signals}", "loaded")
         idle = connect_measured(self._client, self._server.pid, connections)
         self._server.hear("ready", 30.0)
         return idle
 
     def run(self, steps: int) -> Run:
-        """Make `steps` steps back to back."""
+        """Make `steps` steps, each when half of the last one's messages have arrived."""
         server, client = self._parts()
-        client.expect(steps * self._connections)
         before = spent(server.pid)
         server.tell(f"steps {steps}")
+        client.process.tell(f"feed {steps}")
         counted = client.received()
-        start_ns, _, late_sends = map(int, server.hear("stepped", RUN_S))
-        counted = msgspec.structs.replace(counted, start_ns=start_ns)
+        late_sends = int(server.hear("stepped", RUN_S)[2])
         return run_of(counted, self._connections, steps, spent(server.pid) - before, late_sends)
 
     def pace(self, steps: int, period_ns: int) -> list[int]:

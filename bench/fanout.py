@@ -218,7 +218,7 @@ def picture(path: Path, sizes: Sequence[Size]) -> None:
     draw(
         path,
         [
-            ("One server core, steps back to back", "messages/s", throughput),
+            ("One server core, one step after the other", "messages/s", throughput),
             ("Step to socket, p99 (whisker: p50)", "ms", latency),
         ],
     )

@@ -1,12 +1,12 @@
 """The Python servers that the fan-out comparison sets beside ours; each does the same work and nothing more.
 
-    python -m bench.fanout_peers SERVER --payloads FILE --connections N
+    python -m bench.fanout_peers SERVER --payloads FILE --connections N [--steps-fd FD]
 
 It prints `listening PORT`, then `ready` once N connections are upgraded, and obeys the same commands as
-`fanout_uring.c`: `steps K` and `pace K PERIOD_NS FILE`, answered by `stepped START_NS END_NS BACKLOG`, where BACKLOG
-counts the connections on which bytes still waited at the end (0 when the client kept up). Every server runs on uvloop
-where that is installed, without compression, keep-alive pings and access logs, and with the fastest way of sending
-that its documentation has.
+`fanout_uring.c`: `steps K`, each step at a byte of that socket where there is one, and `pace K PERIOD_NS FILE`,
+answered by `stepped START_NS END_NS BACKLOG`, where BACKLOG counts the connections on which bytes still waited at the
+end (0 when the client kept up). Every server runs on uvloop where that is installed, without compression, keep-alive
+pings and access logs, and with the fastest way of sending that its documentation has.
 """
 
 from __future__ import annotations
@@ -168,20 +168,26 @@ def backlog(members: list[Any]) -> int:
     return sum(1 for transport in transports if transport is not None and transport.get_write_buffer_size())
 
 
-async def run(fleet: Fleet, step: Step, first: int, steps: int, period_ns: int) -> array.array[int]:
-    """Make `steps` steps, back to back or one every `period_ns`; return when each began (CLOCK_MONOTONIC)."""
+async def run(step: Step, first: int, steps: int, period_ns: int, engine: socket.socket | None) -> array.array[int]:
+    """Make `steps` steps, each at a byte of `engine` or one every `period_ns`; return when each began.
+
+    The times are of CLOCK_MONOTONIC. Without `engine` a step follows the last one at once.
+    """
+    loop = asyncio.get_running_loop()
     starts = array.array("Q")
     begin = time.monotonic_ns()
     for number in range(first, first + steps):
         if period_ns:
             ahead_ns = begin + (number - first) * period_ns - time.monotonic_ns()
             await asyncio.sleep(max(ahead_ns, 0) / 1e9)
+        elif engine is not None:
+            await loop.sock_recv(engine, 1)
         starts.append(time.monotonic_ns())
         await step(number)
     return starts
 
 
-async def obey(fleet: Fleet, step: Step) -> None:
+async def obey(fleet: Fleet, step: Step, engine: socket.socket | None) -> None:
     """Carry out commands from standard input until it ends."""
     commands = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
@@ -190,14 +196,14 @@ async def obey(fleet: Fleet, step: Step) -> None:
     while line := await commands.readline():
         verb, *values = line.decode().split()
         steps = int(values[0])
-        starts = await run(fleet, step, number, steps, int(values[1]) if verb == "pace" else 0)
+        starts = await run(step, number, steps, int(values[1]) if verb == "pace" else 0, engine)
         number += steps
         if verb == "pace":
             Path(values[2]).write_bytes(starts.tobytes())
         print("stepped", starts[0], time.monotonic_ns(), backlog(fleet.members), flush=True)
 
 
-async def main(server: str, connections: int, payloads: list[bytes]) -> None:
+async def main(server: str, connections: int, payloads: list[bytes], engine: socket.socket | None) -> None:
     """Serve, wait for all connections, and obey."""
     fleet = Fleet(connections, payloads)
     with listener() as sock:
@@ -205,7 +211,7 @@ async def main(server: str, connections: int, payloads: list[bytes]) -> None:
         async with SERVERS[server](fleet, sock) as step:
             await fleet.complete.wait()
             print("ready", flush=True)
-            await obey(fleet, step)
+            await obey(fleet, step, engine)
             # Closing thousands of connections politely is no part of the comparison.
             sys.stdout.flush()
             os._exit(0)
@@ -226,5 +232,10 @@ if __name__ == "__main__":
     parser.add_argument("server", choices=sorted(SERVERS))
     parser.add_argument("--payloads", type=Path, required=True)
     parser.add_argument("--connections", type=int, required=True)
+    parser.add_argument("--steps-fd", type=int)
     arguments = parser.parse_args()
-    runner()(main(arguments.server, arguments.connections, load(arguments.payloads)))
+    steps_socket = None
+    if arguments.steps_fd is not None:
+        steps_socket = socket.socket(fileno=arguments.steps_fd)
+        steps_socket.setblocking(False)
+    runner()(main(arguments.server, arguments.connections, load(arguments.payloads), steps_socket))

@@ -4,10 +4,12 @@
  * Every step sends each connection a different binary frame, header and payload copied into a buffer as a server
  * must, in chunks of 256 sends per io_uring_enter. The sends are MSG_WAITALL | MSG_DONTWAIT with
  * IOSQE_CQE_SKIP_SUCCESS: a whole send posts no completion, a partial or refused one does (Linux 6.1), and the rest
- * of such a frame is sent before the next step, so that no stream ever lacks a byte. Steps follow each other as soon
- * as the sends of the last are done. Nothing is received once the connections are upgraded.
+ * of such a frame is sent before the next step, so that no stream ever lacks a byte. A step begins with a byte on
+ * the socket --steps-fd, which stands for the engine's message; without that socket, as soon as the sends of the last
+ * are done. Nothing is received once the connections are upgraded.
  *
- *   fanout_uring --payloads FILE --connections N      listening PORT, then ready once N connections are upgraded
+ *   fanout_uring --payloads FILE --connections N [--steps-fd FD]
+ *                                                     listening PORT, then ready once N connections are upgraded
  *
  * Commands on standard input, each answered by one line:
  *
@@ -45,6 +47,7 @@ static const char upgraded[] = "HTTP/1.1 101 Switching Protocols\r\nUpgrade: web
 static struct io_uring ring;
 static int *fds;
 static size_t connections;
+static int steps_fd = -1;
 static const uint8_t **payloads; /* each begins with its length */
 static size_t payload_count;
 static uint8_t frames[CHUNK][FRAME_ROOM];
@@ -156,6 +159,15 @@ static void step(uint64_t number)
 	}
 }
 
+/* A step begins when the load client, in the engine's place, says so. */
+static void await_engine(void)
+{
+	char signal;
+
+	if (steps_fd >= 0 && read(steps_fd, &signal, 1) != 1)
+		die("cannot read the engine's signal: %s", strerror(errno));
+}
+
 static void sleep_until(uint64_t at_ns)
 {
 	struct timespec at = {(time_t)(at_ns / 1000000000), (long)(at_ns % 1000000000)};
@@ -174,6 +186,8 @@ static void run(uint64_t steps, uint64_t period_ns, const char *starts_path)
 	for (uint64_t k = 0; k < steps; k++) {
 		if (period_ns)
 			sleep_until(begin + k * period_ns);
+		else
+			await_engine();
 		starts[k] = now_ns();
 		step(number++);
 	}
@@ -206,7 +220,8 @@ static void obey_all(void)
 int main(int argc, char **argv)
 {
 	static const struct option options[] = {
-		{"payloads", required_argument, 0, 'p'}, {"connections", required_argument, 0, 'c'}, {0}};
+		{"payloads", required_argument, 0, 'p'}, {"connections", required_argument, 0, 'c'},
+		{"steps-fd", required_argument, 0, 's'}, {0}};
 	int option, error;
 
 	while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {
@@ -214,8 +229,10 @@ int main(int argc, char **argv)
 			load_payloads(optarg);
 		else if (option == 'c')
 			connections = strtoul(optarg, NULL, 10);
+		else if (option == 's')
+			steps_fd = atoi(optarg);
 		else
-			die("usage: fanout_uring --payloads FILE --connections N");
+			die("usage: fanout_uring --payloads FILE --connections N [--steps-fd FD]");
 	}
 	if (!payload_count || !connections)
 		die("usage: fanout_uring --payloads FILE --connections N");

@@ -22,7 +22,6 @@ from seedance.daemon.ring.driver import DriverStatistics
 from seedance.engine.adapter import EngineState
 from seedance.engine.channel import EngineChanged
 from seedance.engine.packets import Codec
-from seedance.engine.request import ModelInfo
 from seedance.qos.limiter import LimiterSnapshot, LimiterStatistics
 from seedance.qos.quota import Quota
 
@@ -257,9 +256,9 @@ class Spawn(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
 
 class Preload(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """supervisor → zygote: load this model's tokenizer, so that the workers to come share it."""
+    """supervisor → zygote: load a model's tokenizer, so that the workers to come share it; "" is the synthetic one."""
 
-    model: ModelInfo
+    tokenizer_dir: str
 
 
 class ZygoteReady(msgspec.Struct, tag=1, array_like=True, frozen=True):
@@ -287,8 +286,15 @@ class SpawnFailed(msgspec.Struct, tag=4, array_like=True, frozen=True):
     reason: str
 
 
+class Preloaded(msgspec.Struct, tag=5, array_like=True, frozen=True):
+    """zygote → supervisor: the answer to `Preload`; a reason when it cannot be done."""
+
+    tokenizer_dir: str
+    reason: str = ""
+
+
 ZygoteOrder = Spawn | Preload
-ZygoteReport = ZygoteReady | Spawned | Exited | SpawnFailed
+ZygoteReport = ZygoteReady | Spawned | Exited | SpawnFailed | Preloaded
 
 TO_WORKER: Final[Codec[ToWorker]] = Codec(ToWorker)
 TO_GATEWAY: Final[Codec[ToGateway]] = Codec(ToGateway)

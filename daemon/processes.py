@@ -7,6 +7,7 @@ zygote, and a new engine host gets a new channel to every worker. A child that c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from seedance.daemon.links import (
     GatewaySettings,
     GatewayStatistics,
     Preload,
+    Preloaded,
     Query,
     Spawned,
     SpawnFailed,
@@ -42,7 +44,7 @@ from seedance.daemon.secret import cache_salt
 from seedance.daemon.sockets import Listeners
 from seedance.daemon.tenants import TenantTable
 from seedance.daemon.workers import Workers
-from seedance.engine import channel
+from seedance.engine import channel, vllm_control
 from seedance.engine.adapter import EngineState, EngineStatistics
 from seedance.engine.host_link import (
     FROM_HOST,
@@ -54,6 +56,7 @@ from seedance.engine.host_link import (
     ToHost,
 )
 from seedance.engine.request import TenantContext
+from seedance.errors import EngineDead
 from seedance.qos.limiter import LimiterSnapshot
 from seedance.qos.quota import Quota
 
@@ -102,6 +105,7 @@ class Processes:
         self._tenants = tenants
         self._secret = secret
         self._changed = changed
+        self._preloaded_dir: str | None = None
         self._wanted: set[str] = set()  # tenants that need a worker as soon as there is a zygote
         self._query = 0
         self._survey = Survey()
@@ -211,7 +215,8 @@ class Processes:
         message = FROM_HOST.decode(data)
         if isinstance(message, EngineChanged):
             self.engine = message
-            self._preload()
+            if message.model is not None:
+                self._preload()
             self._tell_engine()
         elif isinstance(message, Statistics):
             self.engine_statistics = message.engine
@@ -219,22 +224,43 @@ class Processes:
         else:
             _log.debug("engine channel %d closed: %s", message.channel, message.reason)
 
+    @property
+    def serves(self) -> bool:
+        """Whether requests are served: the engine is ready, and its tokenizer is there for new workers."""
+        model = self.engine.model
+        if model is None or self.engine.state != EngineState.READY:
+            return False
+        return model.tokenizer_dir == self._preloaded_dir
+
     def _tell_engine(self) -> None:
-        self.to_gateway(EngineStatus(self.engine.state))
+        self.to_gateway(self._engine_status())
         self._changed()
+
+    def _engine_status(self) -> EngineStatus:
+        is_early = self.engine.state == EngineState.READY and not self.serves
+        return EngineStatus(EngineState.STARTING if is_early else self.engine.state)
 
     # the zygote and the workers
 
     def _zygote_started(self) -> None:
+        self._preloaded_dir = None
         self._preload()
         wanted, self._wanted = self._wanted, set()
         for tenant in wanted:
             self.worker_wanted(tenant)
 
     def _preload(self) -> None:
-        """Have the zygote load the model's tokenizer: when there is a model, and when there is a new zygote."""
+        """Have the zygote load the model's tokenizer: when there is a model, and when there is a new zygote.
+
+        That takes seconds with a large vocabulary; a model on this disk needs not wait for the engine.
+        """
         if self.engine.model is not None:
-            self.to_zygote(Preload(self.engine.model))
+            self.to_zygote(Preload(self.engine.model.tokenizer_dir))
+        elif self._config.engine.kind == "vllm":
+            with contextlib.suppress(EngineDead):
+                directory = vllm_control.local_model(self._config.engine.model)
+                if directory is not None:
+                    self.to_zygote(Preload(str(directory)))
 
     def _zygote_told(self, data: bytes, fds: list[int]) -> None:
         message = ZYGOTE_REPORTS.decode(data)
@@ -246,6 +272,9 @@ class Processes:
             self.workers.exited(message)
         elif isinstance(message, SpawnFailed):
             self.workers.spawn_failed(message)
+        elif isinstance(message, Preloaded) and not message.reason:
+            self._preloaded_dir = message.tokenizer_dir
+            self._tell_engine()
 
     # the gateway
 
@@ -263,7 +292,7 @@ class Processes:
         )
         self.to_gateway(settings, *(sock.fileno() for sock in self._listeners.sockets))
         self.tell_tenants()
-        self.to_gateway(EngineStatus(self.engine.state))
+        self.to_gateway(self._engine_status())
         self.workers.gateway_started()
 
     def _gateway_ended(self, _: str) -> None:

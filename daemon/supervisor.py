@@ -22,7 +22,6 @@ from seedance.daemon.process import adopt_orphans, age_s
 from seedance.daemon.processes import Options, Processes
 from seedance.daemon.secret import load_secret
 from seedance.daemon.tenants import Changes, TenantTable
-from seedance.engine.adapter import EngineState
 from seedance.errors import ConfigError
 from seedance.qos.limiter import LimiterStatistics
 from seedance.qos.quota import Quota
@@ -88,7 +87,7 @@ class Supervisor:
         """Tell the service manager how things are, and the first time that all is well, whoever waits for it."""
         engine = self._processes.engine
         notify(STATUS=f"engine {engine.state}: {engine.detail}".removesuffix(": ").replace("\n", " "))
-        ready = engine.state == EngineState.READY and self._processes.gateway_is_ready
+        ready = self._processes.serves and self._processes.gateway_is_ready
         if self._announced or not ready or engine.model is None:
             return
         self._announced = True

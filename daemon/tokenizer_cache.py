@@ -6,14 +6,9 @@ import functools
 
 from seedance.daemon import tokenizer
 from seedance.daemon.tokenizer import Tokenizer
-from seedance.engine.request import ModelInfo
-
-
-def tokenizer_of(model: ModelInfo) -> Tokenizer:
-    """Return the model's tokenizer. Raises ValueError or OSError when it cannot be read."""
-    return _load(model.tokenizer_dir)
 
 
 @functools.lru_cache(maxsize=1)
-def _load(tokenizer_dir: str) -> Tokenizer:
+def tokenizer_in(tokenizer_dir: str) -> Tokenizer:
+    """Return a model's tokenizer, or for "" the synthetic one. Raises ValueError or OSError when it cannot be read."""
     return tokenizer.load(tokenizer_dir) if tokenizer_dir else tokenizer.synthetic()

@@ -51,7 +51,7 @@ from seedance.daemon.ring.driver import Driver
 from seedance.daemon.ring.loop import new_loop
 from seedance.daemon.sampling_defaults import load_sampling_defaults
 from seedance.daemon.service import Service
-from seedance.daemon.tokenizer_cache import tokenizer_of
+from seedance.daemon.tokenizer_cache import tokenizer_in
 from seedance.engine.channel import EngineChanged
 from seedance.engine.packets import PacketSocket
 from seedance.qos.limiter import LimiterStatistics, TenantLimiter
@@ -236,7 +236,7 @@ class Worker:
         tokenizer = defaults = None
         if change.model is not None:
             try:
-                tokenizer = tokenizer_of(change.model)
+                tokenizer = tokenizer_in(change.model.tokenizer_dir)
                 if change.model.tokenizer_dir:
                     defaults = load_sampling_defaults(change.model.tokenizer_dir)
             except (OSError, ValueError) as exc:

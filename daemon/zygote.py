@@ -31,6 +31,7 @@ from seedance.daemon.links import (
     ZYGOTE_REPORTS,
     Exited,
     Preload,
+    Preloaded,
     Spawn,
     Spawned,
     SpawnFailed,
@@ -41,7 +42,6 @@ from seedance.daemon.links import (
 from seedance.daemon.logs import start_logging
 from seedance.daemon.process import close_all_but, die_with_parent, set_name
 from seedance.engine.packets import MAX_PACKET_BYTES
-from seedance.engine.request import ModelInfo
 from seedance.errors import RemoteProtocolError
 
 _log = logging.getLogger(__name__)
@@ -53,9 +53,9 @@ Run = Callable[[socket.socket, socket.socket, socket.socket, WorkerSettings], in
 
 
 class Zygote:
-    """The loop of the zygote; `run_worker` is what a child does, `preload` what is done for a new model."""
+    """The loop of the zygote; `run_worker` is what a child does, `preload` loads a tokenizer."""
 
-    def __init__(self, link: socket.socket, run_worker: Run, preload: Callable[[ModelInfo], object]) -> None:
+    def __init__(self, link: socket.socket, run_worker: Run, preload: Callable[[str], object]) -> None:
         self._link = link
         self._run_worker = run_worker
         self._preload = preload
@@ -84,7 +84,7 @@ class Zygote:
                 return False
             order = ZYGOTE_ORDERS.decode(data)
             if isinstance(order, Preload):
-                self._load(order.model)
+                self._load(order.tokenizer_dir)
             elif len(fds) == _SPAWN_DESCRIPTORS:
                 self._fork(order, fds)
             else:
@@ -97,13 +97,16 @@ class Zygote:
                 os.close(fd)
         return True
 
-    def _load(self, model: ModelInfo) -> None:
+    def _load(self, tokenizer_dir: str) -> None:
+        reason = ""
         try:
-            self._preload(model)
+            self._preload(tokenizer_dir)
         except (OSError, ValueError) as exc:
-            _log.error("cannot load the tokenizer of model '%s': %s", model.name, exc)
+            reason = str(exc)
+            _log.error("cannot load the tokenizer in '%s': %s", tokenizer_dir, exc)
         gc.collect()
         gc.freeze()
+        self._report(Preloaded(tokenizer_dir, reason))
 
     def _fork(self, order: Spawn, fds: list[int]) -> None:
         assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
@@ -162,7 +165,7 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     worker = importlib.import_module("seedance.daemon.worker")
     cache = importlib.import_module("seedance.daemon.tokenizer_cache")
-    Zygote(socket.socket(fileno=LINK_FD), worker.run, cache.tokenizer_of).serve()
+    Zygote(socket.socket(fileno=LINK_FD), worker.run, cache.tokenizer_in).serve()
     os._exit(0)  # taking apart what was imported would only hold up the daemon's end
 
 

@@ -28,6 +28,7 @@ def dial(daemon: Daemon, tenant: str = "acme", path: str = "/v2/infer", **option
         "additional_headers": {"Authorization": f"Bearer {daemon.keys[tenant]}"},
         "subprotocols": [SUBPROTOCOL],
         "ping_interval": None,
+        "max_queue": None,  # or it stops reading, and does not see the answer to its close
         "proxy": None,
         **options,
     }

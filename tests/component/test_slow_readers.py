@@ -68,7 +68,7 @@ def test_readers_at_a_trickle_harm_only_themselves(daemon: Daemon) -> None:
     slow: list[Connection] = []
     try:
         live.watch(lambda seconds: seconds > 0.5)
-        alone, _ = live.watch(lambda seconds: seconds > 2)
+        alone, _ = live.watch(lambda seconds: seconds > 1.5)
         before_bytes = resident_bytes(daemon)
         slow += [stream(daemon, receive_buffer_bytes=RECEIVE_BUFFER_BYTES, seed=number) for number in range(SLOW)]
         begun = time.monotonic()
@@ -90,7 +90,7 @@ def test_readers_at_a_trickle_harm_only_themselves(daemon: Daemon) -> None:
         watcher.start()
         beside, _ = live.watch(are_cut_off, 0.1)
         gone_after_s = time.monotonic() - begun
-        after, _ = live.watch(lambda seconds: seconds > 2)
+        after, _ = live.watch(lambda seconds: seconds > 1.5)
         p99 = [1000 * percentile(gaps, 0.99) for gaps in (alone, beside, after)]
         print(
             f"{SLOW} slow readers were gone after {gone_after_s:.1f} s; time between tokens, p99:"
@@ -194,8 +194,8 @@ def test_a_large_answer_waits_for_its_reader_but_not_for_ever(daemon: Daemon) ->
         begun = time.monotonic()
         while left > len(data):
             data += connection.read(min(left - len(data), left // 5 + 1))
-            if time.monotonic() - begun < 4:
-                time.sleep(0.8)  # slower than `idle_timeout` in all, but it goes on
+            if time.monotonic() - begun < 2.4:
+                time.sleep(0.6)  # slower than `idle_timeout` in all, but it goes on
         texts = [choice["text"] for choice in json.loads(data)["choices"]]
         assert texts[0] == expected_text("Once", 60)
 

@@ -63,6 +63,7 @@ class Daemon:
         self.log = folder / "log"
         self._mark = uuid.uuid4().hex
         self._process: subprocess.Popen[bytes] | None = None
+        self._address = ""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tenants.d").mkdir()
         tables = dict(tables or {})
@@ -84,6 +85,7 @@ class Daemon:
         """
         path = self.folder / "notify.sock"
         path.unlink(missing_ok=True)
+        self._address = ""
         started = time.monotonic()
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications, self.log.open("ab") as log:
             notifications.bind(str(path))
@@ -152,7 +154,10 @@ class Daemon:
 
     @property
     def address(self) -> str:
-        return self.status().listeners[0]
+        """The first address that it listens on, which stays the same until it is started again."""
+        if not self._address:
+            self._address = self.status().listeners[0]
+        return self._address
 
     def client(self, tenant: str) -> Client:
         return Client(self.address, self.keys[tenant])

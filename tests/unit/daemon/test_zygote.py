@@ -15,7 +15,6 @@ import pytest
 
 from seedance.daemon import links
 from seedance.daemon.config import HttpConfig, WorkerConfig
-from seedance.engine.request import ModelInfo
 from seedance.qos.quota import Quota
 
 CODE = """
@@ -24,10 +23,10 @@ from seedance.daemon.zygote import Zygote
 
 loaded = []
 
-def preload(model):
-    if model.name == "broken":
+def preload(tokenizer_dir):
+    if tokenizer_dir == "broken":
         raise ValueError("no such tokenizer")
-    loaded.append(model.name)
+    loaded.append(tokenizer_dir)
 
 def run(handover, engine, control, settings):
     word = handover.recv(100).decode()
@@ -135,13 +134,8 @@ def test_a_crash_and_a_kill_are_told_apart(zygote: Zygote) -> None:
 
 def test_what_was_preloaded_is_in_the_worker_and_a_broken_model_does_no_harm(zygote: Zygote) -> None:
     for name in ("broken", "tiny"):
-        zygote.order(
-            links.Preload(
-                ModelInfo(
-                    name=name, tokenizer_dir="", max_model_len=1, vocab_size=1, eos_token_ids=(), created=0, engine="x"
-                )
-            )
-        )
+        zygote.order(links.Preload(name))
+        assert zygote.report() == (links.Preloaded(name, "no such tokenizer" if name == "broken" else ""), [])
     ends = Ends(zygote, _spawn(1))
     os.close(zygote.report()[1][0])
     ends.handover.send(b"0")
