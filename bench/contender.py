@@ -3,8 +3,8 @@
 A run is the same for all: STEPS steps, each of which sends one message to each of N connections; the time is from the
 beginning of the first step to the arrival of the last message at the client. The load client plays the engine too: a
 step begins when it says so on a socket, which is when half of the last step's messages have arrived. So no server
-waits, none runs ahead of the client (which would have the kernel merge messages, the more the faster the server), and each
-pays for being told. The server has one core, the client another one.
+waits, none runs ahead of the client (which would have the kernel merge messages, the more the faster the server), and
+each pays for being told. The server has one core, the client another one.
 """
 
 from __future__ import annotations
