@@ -19,7 +19,7 @@ from websockets.frames import Frame, Opcode
 
 SLOW = 50
 FAST = 5
-TOKENS_PER_S = 200
+TOKENS_PER_S = 400
 MAX_BACKLOG_BYTES = 64 << 10
 COMPLETIONS = "/v1/completions"
 RECEIVE_BUFFER_BYTES = 4096

@@ -194,6 +194,19 @@ async def test_what_was_sent_before_the_close_still_arrives() -> None:
 
 
 @run
+async def test_a_packet_that_nobody_can_read_any_more_is_known_to_be_lost() -> None:
+    ours, theirs = pair()
+    end = End(ours)
+    end.socket.send(b"read by nobody, but nobody knew")
+    assert not end.socket.peer_is_gone
+    theirs.close()
+    end.socket.send(b"lost")
+    assert end.socket.peer_is_gone
+    assert end.closed == 0
+    await end.wait_for(lambda: end.closed == 1)
+
+
+@run
 async def test_closing_is_final_and_silent() -> None:
     left, right = ends()
     right.socket.send(b"not read")

@@ -46,6 +46,18 @@ def test_without_limits_everything_is_admitted() -> None:
     assert limiter.admit(NOW) is None
 
 
+def test_when_to_come_back_is_that_of_the_limit_that_stands_longest_and_asking_uses_nothing() -> None:
+    limiter = TenantLimiter(make_quota(requests_per_minute=1, per_minute=10))
+    assert limiter.retry_after_s(NOW) == 0.0
+    assert limiter.admit(NOW) is None
+    assert limiter.retry_after_s(NOW + 5) == pytest.approx(55, abs=0.001)
+    assert not limiter.charge(NOW + 20, 10)
+    wait_s = limiter.retry_after_s(NOW + 30)
+    assert wait_s == pytest.approx(50, abs=0.001)
+    assert limiter.statistics().refused == 0
+    assert limiter.admit(NOW + 30 + wait_s) is None
+
+
 class TestStreams:
     def test_place_is_free_again_when_a_stream_ends(self) -> None:
         limiter = TenantLimiter(make_quota(streams=2))

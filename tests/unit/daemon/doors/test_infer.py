@@ -86,6 +86,20 @@ def test_the_messages_of_a_stream() -> None:
     assert "id" not in json.loads(stream.error(ApiError("overloaded", "x")))
 
 
+def test_a_quota_s_end_tells_when_to_come_back() -> None:
+    stream = infer.InferStream()
+    for last in (
+        stream.finish(FinishReason.QUOTA_EXCEEDED, USAGE, 1.5),
+        stream.whole("x", FinishReason.QUOTA_EXCEEDED, USAGE, None, 1.5),
+    ):
+        told = json.loads(last)
+        assert (told["finish_reason"], told["usage"], told["retry_after_ms"]) == (
+            "quota_exceeded",
+            USAGE.as_json(),
+            1500,
+        )
+
+
 def test_the_messages_of_a_named_stream_carry_its_id() -> None:
     stream = infer.InferStream('a"')
     logprobs = chat_logprobs([TokenLogprobs([0], [-1.0], 1)], table_vocabulary([b"x"]))

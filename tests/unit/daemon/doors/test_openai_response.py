@@ -80,6 +80,30 @@ def test_a_quota_s_end_keeps_its_word() -> None:
     assert data(stream.finish(FinishReason.QUOTA_EXCEEDED))["choices"][0]["finish_reason"] == "quota_exceeded"
 
 
+@pytest.mark.parametrize("include_usage", [False, True])
+@pytest.mark.parametrize("kind", [response.ChatStream, response.CompletionStream])
+def test_a_quota_s_end_tells_the_usage_and_when_to_come_back(kind: Any, include_usage: bool) -> None:
+    last = data(kind("x-1", "m", 1, include_usage=include_usage).quota_exceeded(USAGE, 1.0004))
+    assert last["choices"][0]["finish_reason"] == "quota_exceeded"
+    assert (last["usage"], last["retry_after_ms"]) == (USAGE.as_json(), 1001)
+    for respond in (response.chat_response, response.completion_response):
+        choice = response.Choice(0, "a", FinishReason.QUOTA_EXCEEDED)
+        whole = json.loads(respond("x-1", "m", 1, [choice], USAGE, 2.0))
+        assert (whole["usage"], whole["retry_after_ms"]) == (USAGE.as_json(), 2000)
+
+
+def test_log_probabilities_put_together_equal_those_made_at_once() -> None:
+    def completion(positions: Any, offset: int) -> dict[str, Any]:
+        return response.completion_logprobs(positions, VOCABULARY, offset)
+
+    chat = response.chat_logprobs(POSITIONS[:1], VOCABULARY)
+    response.extend_logprobs(chat, response.chat_logprobs(POSITIONS[1:], VOCABULARY))
+    assert chat == response.chat_logprobs(POSITIONS, VOCABULARY)
+    text = completion(POSITIONS[:1], 0)
+    response.extend_logprobs(text, completion(POSITIONS[1:], len(text["tokens"][0])))
+    assert text == completion(POSITIONS, 0)
+
+
 def test_whole_answers_as_openai_s_client_reads_them() -> None:
     choices = [response.Choice(0, NASTY, FinishReason.STOP), response.Choice(1, "b", "length")]
     body = response.chat_response("chatcmpl-1", "m", 1, choices, USAGE)
