@@ -95,7 +95,7 @@ async def _serve(config: Config, options: Options, *, show_hints: bool) -> None:
 
         def ready(model: str, names: list[str]) -> None:
             if show_hints:
-                click.echo(hint_lines.text(config, model, names))
+                click.echo(hint_lines.text(config, model, names, hint_lines.seedancectl()))
 
         await Supervisor(config, listeners, options, ready).run()
 

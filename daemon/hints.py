@@ -28,8 +28,8 @@ def read_keys(config_path: str) -> dict[str, str]:
     return {name.removeprefix(KEY_PREFIX).lower().replace("_", "-"): key.strip() for name, _, key in pairs}
 
 
-def _seedancectl() -> str:
-    """Return the command as it can be typed: by its path where the shell would not find this installation's."""
+def seedancectl() -> str:
+    """Return `seedancectl` as it can be typed: by its path where the shell would not find this installation's."""
     ours = Path(sys.executable).with_name("seedancectl")
     found = shutil.which("seedancectl")
     if not ours.exists() or (found is not None and Path(found).samefile(ours)):
@@ -37,8 +37,11 @@ def _seedancectl() -> str:
     return shlex.quote(str(ours))
 
 
-def text(config: Config, model: str, listeners: Sequence[str]) -> str:
-    """Return three commands that work as they stand where the keys of the example are at hand."""
+def text(config: Config, model: str, listeners: Sequence[str], command: str = "seedancectl") -> str:
+    """Return three commands that work as they stand where the keys of the example are at hand.
+
+    `command` is `seedancectl` as it can be typed.
+    """
     key = next(iter(read_keys(config.path).values()), "YOUR_KEY")
     address = first_tcp(listeners)
     if address is not None:
@@ -46,7 +49,7 @@ def text(config: Config, model: str, listeners: Sequence[str]) -> str:
     else:
         where, url = f" --unix-socket {shlex.quote(config.listen.unix or '')}", "http://localhost"
     body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64, "stream": True}
-    ctl = f"{_seedancectl()} --config {shlex.quote(config.path)}"
+    ctl = f"{command} --config {shlex.quote(config.path)}"
     return "\n".join(
         (
             "",

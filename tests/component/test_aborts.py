@@ -60,17 +60,19 @@ class Aborter:
         sent = data if whole else data[: choose.randrange(len(data))]
         stays_s = choose.choice((0.0, 0.001, choose.uniform(0, 0.02), choose.uniform(0, 0.15)))
         reader, writer = await asyncio.open_connection(*self._where)
-        with contextlib.suppress(ConnectionError):
-            writer.write(sent)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(stays_s):
-                    while received := await reader.read(65536):
-                        self.received_bytes += len(received)
-            choose.choice((self._close, self._reset, self._half_close))(writer)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(5):  # a half-closed connection is the server's to close
-                    await reader.read()
-        writer.transport.abort()
+        try:
+            with contextlib.suppress(OSError):  # the server may be the one that closes
+                writer.write(sent)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(stays_s):
+                        while received := await reader.read(65536):
+                            self.received_bytes += len(received)
+                choose.choice((self._close, self._reset, self._half_close))(writer)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(5):  # a half-closed connection is the server's to close
+                        await reader.read()
+        finally:
+            writer.transport.abort()
 
     @staticmethod
     def _close(writer: asyncio.StreamWriter) -> None:

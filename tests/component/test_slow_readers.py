@@ -193,9 +193,9 @@ def test_a_large_answer_waits_for_its_reader_but_not_for_ever(daemon: Daemon) ->
         data = b""
         begun = time.monotonic()
         while left > len(data):
-            data += connection.read(min(left - len(data), left // 5 + 1))
+            data += connection.read(min(left - len(data), left // 12 + 1))
             if time.monotonic() - begun < 2.4:
-                time.sleep(0.6)  # slower than `idle_timeout` in all, but it goes on
+                time.sleep(0.2)  # slower than `idle_timeout` in all, but it goes on
         texts = [choice["text"] for choice in json.loads(data)["choices"]]
         assert texts[0] == expected_text("Once", 60)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,11 @@ def test_where_there_is_only_a_unix_socket_curl_is_told(tmp_path: Path) -> None:
     config = _config(tmp_path, 'tcp = []\nunix = "a sock"')
     curl = shlex.split(hints.text(config, "m", [f"unix:{config.listen.unix}"]).splitlines()[3])
     assert curl[2:4] == ["--unix-socket", str(tmp_path / "a sock")]
+
+
+def test_the_command_is_named_by_its_path_where_the_shell_would_not_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Path(sys.executable).with_name("seedancectl")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert hints.seedancectl() == (shlex.quote(str(ours)) if ours.exists() else "seedancectl")
+    monkeypatch.setenv("PATH", str(ours.parent))
+    assert hints.seedancectl() == "seedancectl"
