@@ -61,7 +61,6 @@ class HttpConnection:
         "_behind",
         "_owner",
         "_pumping",
-        "_request",
         "deadline_s",
         "flow",
         "http",
@@ -76,7 +75,6 @@ class HttpConnection:
     def __init__(self, owner: Owner, peer: str, listener: str) -> None:
         self._owner = owner
         self._answer: Answer | None = None
-        self._request: Request | None = None
         self._pumping = False
         self._behind = False
         self.http = HttpServer(owner.limits)
@@ -85,11 +83,6 @@ class HttpConnection:
         self.phase_seen: Phase | None = None
         self.deadline_s = math.inf
         self.left_bytes = 0
-
-    @property
-    def is_streaming(self) -> bool:
-        """Whether a streamed answer is under way."""
-        return self.http.phase is Phase.STREAMING
 
     # -- endpoint of the flow -----------------------------------------------------------------------------------------
 
