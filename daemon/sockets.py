@@ -24,8 +24,11 @@ from seedance.errors import KernelError
 _log = logging.getLogger(__name__)
 
 BACKLOG: Final = 4096
-SEND_BUFFER_BYTES: Final = 32 << 10
-"""Small: what the kernel holds for a client that reads slowly is stale tokens, and memory that no quota sees."""
+SEND_BUFFER_BYTES: Final = 64 << 10
+"""Small: what the kernel holds for a client that reads slowly is stale tokens, and memory that no quota sees.
+
+Not smaller: a segment of loopback has 64 KiB, and a smaller buffer waits for a delayed acknowledgement at each.
+"""
 
 _NO_IPV6: Final = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
