@@ -181,7 +181,6 @@ class InferConnection(WebSocketConnection):
                 raise ApiError("invalid_request", f"cannot start a second stream {which} before the first has ended")
             if len(answers) >= MAX_STREAMS:
                 raise ApiError("rate_limited", f"cannot run more than {MAX_STREAMS} streams on one connection")
-            _, tokenizer = service.require_engine()
             service.admit(request.model, 1)
             answer = _InferAnswer(self, service, request)
             self._answers = answers
@@ -190,13 +189,7 @@ class InferConnection(WebSocketConnection):
                 assert request.prompt is not None
                 service.begin(request, [request.prompt], answer)
             else:
-                try:
-                    text = tokenizer.render_chat(request.template_messages(), None, True, request.template_variables())
-                except ApiError as error:
-                    service.release(1)
-                    answer.failed(error)
-                else:
-                    service.begin(request, [text], answer, chat=True)
+                service.begin_chat(request, answer)
         except ApiError as error:
             self.send(frame_text(infer_error(error, request.id)))
 

@@ -59,18 +59,7 @@ def chat(service: Service, exchange: Exchange, body: bytes) -> Answer:
     request = parse_chat(body)
     service.admit(request.model, request.choices())
     answer = _answer(service, exchange, request)
-    try:
-        _, tokenizer = service.require_engine()
-        text = tokenizer.render_chat(
-            request.template_messages(),
-            None,
-            request.add_generation_prompt is not False,
-            request.template_variables(),
-        )
-    except ApiError:
-        service.release(request.choices())
-        raise
-    service.begin(request, [text], answer, chat=True)
+    service.begin_chat(request, answer, add_generation_prompt=request.add_generation_prompt is not False)
     return answer
 
 

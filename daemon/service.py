@@ -13,7 +13,8 @@ from typing import Final
 
 from seedance.daemon.detokenizer import Vocabulary
 from seedance.daemon.doors.errors import ApiError, api_error, invalid
-from seedance.daemon.doors.openai_request import check_prompt_ids
+from seedance.daemon.doors.infer import InferRequest
+from seedance.daemon.doors.openai_request import ChatRequest, check_prompt_ids
 from seedance.daemon.doors.parameters import Parameters, refuse_long_text, require_model, sampling
 from seedance.daemon.engine_client import EngineClient
 from seedance.daemon.sampling_defaults import SamplingDefaults
@@ -108,6 +109,20 @@ class Service:
         if refusal is not None:
             raise ApiError(refusal.code, refusal.message, retry_after_s=refusal.retry_after_s)
 
+    def begin_chat(
+        self, request: ChatRequest | InferRequest, answer: Answer, add_generation_prompt: bool = True
+    ) -> None:
+        """Render an admitted conversation, and go on as `begin` does. Never raises."""
+        try:
+            _, tokenizer = self.require_engine()
+            text = tokenizer.render_chat(
+                request.template_messages(), None, add_generation_prompt, request.template_variables()
+            )
+        except SeedanceError as exc:
+            self._fail(answer, exc, request.choices())
+        else:
+            self.begin(request, [text], answer, chat=True)
+
     def begin(self, request: Parameters, prompts: Sequence[Prompt], answer: Answer, *, chat: bool = False) -> None:
         """Tokenise and submit an admitted request; tells `answer` how it went, at once or soon. Never raises."""
         choices = len(prompts) * request.choices()
@@ -153,7 +168,7 @@ class Service:
             try:
                 token_ids = done.result()
                 if answer.cancelled:
-                    self.release(choices)
+                    self._release(choices)
                 else:
                     self._submit(request, token_ids, answer)
             except SeedanceError as exc:
@@ -210,12 +225,11 @@ class Service:
         self._limiter.charge(now, prompt_tokens=prompt_tokens)
 
     def _fail(self, answer: Answer, error: SeedanceError, choices: int) -> None:
-        self.release(choices)
+        self._release(choices)
         if not answer.cancelled:
             answer.failed(api_error(error))
 
-    def release(self, choices: int) -> None:
-        """Give back the places of an admitted request that never began."""
+    def _release(self, choices: int) -> None:
         for _ in range(choices):
             self._limiter.stream_ended()
 
