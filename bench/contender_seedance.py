@@ -216,6 +216,7 @@ def hand_over_all(listener: socket.socket, handover: socket.socket) -> None:
                 head += part
             connection.setblocking(False)
             send_with_fd(handover, TO_WORKER.encode(Handover(address[0], "bench", head)), connection.fileno())
+        handover.recv(MAX_PACKET_BYTES)  # the worker says that it has taken it
 
 
 def send_with_fd(link: socket.socket, packet: bytes, fd: int) -> None:

@@ -15,7 +15,6 @@ import logging
 import os
 import socket
 import sys
-from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -28,8 +27,6 @@ from seedance.daemon.links import (
     GATEWAY_REPORTS,
     LINK_FD,
     MAX_HANDOVER_BYTES,
-    TO_GATEWAY,
-    TO_WORKER,
     EngineStatus,
     GatewayOrder,
     GatewayReady,
@@ -37,12 +34,13 @@ from seedance.daemon.links import (
     GatewaySettings,
     GatewayStatistics,
     HandBack,
-    Handover,
     Query,
     Released,
     StopAccepting,
+    Taken,
     TenantEntry,
     Tenants,
+    ToGateway,
     WorkerAttached,
     WorkerDetached,
     WorkerFailed,
@@ -54,6 +52,7 @@ from seedance.daemon.protocol.head import Limits, Request
 from seedance.daemon.protocol.response import Headers
 from seedance.daemon.ring.driver import Driver, Listener
 from seedance.daemon.ring.loop import new_loop
+from seedance.daemon.route import Route, WorkerLink
 from seedance.engine.adapter import EngineState
 from seedance.engine.packets import MAX_DESCRIPTORS, MAX_PACKET_BYTES, PacketSocket
 from seedance.errors import RemoteProtocolError
@@ -65,20 +64,7 @@ _SWEEP_S: Final = 1.0
 _WAIT_S: Final = 10.0
 _LINK_RETRY_S: Final = 0.002
 _INTERNET: Final = (socket.AF_INET, socket.AF_INET6)
-
-
-class Route:
-    """A tenant as the gateway serves it: the link to its worker, and who waits for there to be one."""
-
-    __slots__ = ("entry", "held", "link", "retry", "waiting", "wanted")
-
-    def __init__(self, entry: TenantEntry) -> None:
-        self.entry = entry
-        self.link: PacketSocket | None = None
-        self.held = 0
-        self.waiting: deque[Greeting] = deque()
-        self.wanted = False
-        self.retry: asyncio.TimerHandle | None = None
+_KEY_GONE: Final = ApiError("unauthorized", "cannot serve this request: its key is no longer valid")
 
 
 class Gateway:
@@ -186,7 +172,7 @@ class Gateway:
 
     def _assign(self, greeting: Greeting, route: Route) -> None:
         limit = route.entry.connections
-        if limit is not None and route.held + len(route.waiting) >= limit:
+        if limit is not None and route.connections >= limit:
             text = f"cannot take this connection: the limit 'network.connections' of {limit} is reached"
             self._refuse(greeting, ApiError("rate_limited", text))
             return
@@ -202,13 +188,9 @@ class Gateway:
     def _serve(self, route: Route) -> None:
         """Hand over who waits, as far as the link takes it; ask for a worker where there is none."""
         link = route.link
-        while route.waiting and link is not None and not link.queue_bytes:
-            self._hand_over(route, link, route.waiting[0])
-            if link.peer_is_gone:
-                return  # who waits is served again once the end of the link has been read
-            self._next_waiting(route).take().close()
-            route.held += 1
-            self._held += 1
+        while route.waiting and link is not None and link.is_ready:
+            self._mark(route.waiting[0].sock, route.entry.mark)
+            link.hand_over(route.waiting.popleft())
         if not route.waiting:
             return
         if link is None and not route.wanted:
@@ -217,12 +199,9 @@ class Gateway:
         elif link is not None and route.retry is None:
             route.retry = self._loop.call_later(_LINK_RETRY_S, self._serve_again, route)
 
-    def _hand_over(self, route: Route, link: PacketSocket, greeting: Greeting) -> None:
-        sock = greeting.sock
+    def _mark(self, sock: socket.socket, mark: int) -> None:
         if not self._marks_off and sock.family in _INTERNET:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, route.entry.mark)
-        handover = Handover(greeting.peer, greeting.listener, bytes(greeting.data))
-        link.send(TO_WORKER.encode(handover), [sock.fileno()])
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, mark)
 
     def _serve_again(self, route: Route) -> None:
         route.retry = None
@@ -236,38 +215,42 @@ class Gateway:
         while route.waiting:
             self._refuse(self._next_waiting(route), error)
 
-    def _heard(self, route: Route, data: bytes, fds: list[int]) -> None:
-        """Take a message of a tenant's worker."""
-        message = TO_GATEWAY.decode(data)
+    def worker_said(self, link: WorkerLink, message: ToGateway, fds: list[int]) -> None:
+        """See `route.Listener`."""
         match message, fds:
+            case Taken(), []:
+                if link.taken():
+                    self._waiting -= 1
+                    self._held += not link.leaving
             case Released(), []:
-                self._release(route, message.count)
+                self._held -= link.released(message.count)
             case HandBack(), [fd] if len(message.data) <= MAX_HANDOVER_BYTES:
-                self._release(route, 1)
+                self._held -= link.released(1)
                 sock = socket.socket(fileno=fd)
+                name = link.route.entry.name
                 greeting = Greeting(
-                    self, self._loop, self._limits, sock, message.peer, message.listener, message.data, route.entry.name
+                    self, self._loop, self._limits, sock, message.peer, message.listener, message.data, name
                 )
                 self._greet(greeting, self._settings.head_timeout_s)
             case _:
                 raise RemoteProtocolError("cannot take this message of a worker: its descriptors do not fit it", 1002)
 
-    def _release(self, route: Route, count: int) -> None:
-        # A worker may outlive a gateway, and then release connections that this one has not handed over.
-        count = min(max(count, 0), route.held)
-        route.held -= count
-        self._held -= count
+    def worker_ended(self, link: WorkerLink) -> None:
+        """See `route.Listener`: who was in flight is the first to be served by the next worker."""
+        route = link.route
+        route.waiting.extendleft(reversed(link.in_flight))
+        link.in_flight.clear()
+        self._unlink(link)
+        if self._routes.get(route.entry.name) is route:
+            self._serve(route)
+        else:
+            self._turn_away(route, _KEY_GONE)
 
-    def _unlink(self, route: Route) -> None:
-        """Forget the link to a worker, which is gone or has been replaced."""
-        self._release(route, route.held)
-        if route.link is not None:
-            route.link.close()
-            route.link = None
-
-    def _worker_gone(self, route: Route) -> None:
-        self._unlink(route)
-        self._serve(route)
+    def _unlink(self, link: WorkerLink) -> None:
+        """Forget a link, but for what is in flight: its worker is gone, leaving or replaced."""
+        self._held -= link.released(link.held)
+        if link.route.link is link:
+            link.route.link = None
 
     # the supervisor's orders
 
@@ -286,7 +269,10 @@ class Gateway:
     def _obey(self, order: GatewayOrder) -> None:
         match order:
             case WorkerDetached():
-                self._detach(order.tenant)
+                route = self._routes.get(order.tenant)
+                if route is not None:
+                    self._leave(route)
+                    self._serve(route)
             case WorkerFailed():
                 route = self._routes.get(order.tenant)
                 if route is not None:
@@ -312,28 +298,24 @@ class Gateway:
         if route is None:
             sock.close()
             return
-        self._unlink(route)
+        self._leave(route)
         route.wanted = False
-        route.link = PacketSocket(
-            sock, self._loop, functools.partial(self._heard, route), functools.partial(self._worker_gone, route)
-        )
+        route.link = WorkerLink(route, sock, self._loop, self)
         self._serve(route)
 
-    def _detach(self, tenant: str) -> None:
-        route = self._routes.get(tenant)
-        if route is None or route.link is None:
-            return
-        if route.link.queue_bytes:  # closing would drop the connections in it
-            self._loop.call_later(_LINK_RETRY_S, self._detach, tenant)
-            return
-        self._worker_gone(route)
+    def _leave(self, route: Route) -> None:
+        """Give a worker no more connections; its link stays open until it has taken those in flight, or ended."""
+        link = route.link
+        if link is not None:
+            self._unlink(link)
+            link.leave()
 
     def _replace_tenants(self, entries: Sequence[TenantEntry]) -> None:
         names = {entry.name for entry in entries}
         for name in self._routes.keys() - names:
             route = self._routes.pop(name)
-            self._unlink(route)
-            self._turn_away(route, ApiError("unauthorized", "cannot serve this request: its key is no longer valid"))
+            self._leave(route)
+            self._turn_away(route, _KEY_GONE)
         for entry in entries:
             route = self._routes.setdefault(entry.name, Route(entry))
             route.entry = entry
@@ -368,7 +350,8 @@ class Gateway:
         for route in self._routes.values():
             while route.waiting:
                 self._next_waiting(route).close()
-            self._unlink(route)
+            if route.link is not None:
+                route.link.close()
         self._link.close()
 
 

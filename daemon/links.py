@@ -74,8 +74,15 @@ class Released(msgspec.Struct, tag=3, array_like=True, frozen=True):
     count: int
 
 
+class Taken(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    """worker → gateway: the oldest connection that was handed over and not yet taken is this worker's from now on.
+
+    Said before anything of the connection is looked at: what a worker that ends has not taken, another one may serve.
+    """
+
+
 ToWorker = Handover
-ToGateway = HandBack | Released
+ToGateway = HandBack | Released | Taken
 
 
 # supervisor ─ worker

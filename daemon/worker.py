@@ -37,6 +37,7 @@ from seedance.daemon.links import (
     Query,
     QuotaChanged,
     Released,
+    Taken,
     WorkerIdle,
     WorkerReady,
     WorkerReport,
@@ -59,6 +60,7 @@ from seedance.qos.limiter import LimiterStatistics, TenantLimiter
 _log = logging.getLogger(__name__)
 _LONGEST_TICK_S: Final = 1.0
 _SWITCH_S: Final = 0.0005
+_TAKEN: Final = TO_GATEWAY.encode(Taken())
 
 Connection = HttpConnection | WebSocketConnection
 
@@ -117,6 +119,7 @@ class Worker:
             for fd in fds:
                 os.close(fd)
             return
+        self._handover.send(_TAKEN)
         connection = HttpConnection(self, handover.peer, handover.listener)
         connection.flow = self._driver.open(fds[0], connection)
         self._connections[connection] = None

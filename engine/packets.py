@@ -7,6 +7,7 @@ A Unix SOCK_SEQPACKET socket keeps the borders of messages, tells when the other
   limit well below it.
 * An end of file reads as an empty packet, so an empty packet is never sent.
 * What the peer sent before it closed can still be read after a send has failed with EPIPE: only reading ends a link.
+  A peer that closes with packets unread makes one read fail with ECONNRESET, before those packets and the end.
 * A receiver that is out of descriptors gets the packet without them, marked MSG_CTRUNC: the link has lost something
   that was promised and is closed.
 * Descriptors in flight count against the sender's RLIMIT_NOFILE; over it a send fails with ETOOMANYREFS while the
@@ -200,6 +201,8 @@ class PacketSocket:
                 )
             except (BlockingIOError, InterruptedError):
                 return
+            except ConnectionResetError:
+                continue
             except OSError:
                 self._break()
                 return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import select
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -13,6 +15,7 @@ from support.gateway import Client, Connection, Harness, gateway, key_of, reques
 
 from seedance.daemon import links
 from seedance.daemon.gateway import probe_marks
+from seedance.engine.packets import pair
 
 Scenario = Callable[[Harness], Awaitable[None]]
 Run = Callable[..., None]
@@ -116,6 +119,7 @@ def test_what_is_no_request_head_is_refused(run: Run, data: bytes, expected: int
 async def _handed(worker: Any) -> tuple[links.Handover, Connection]:
     message, [fd] = await worker.next()
     assert isinstance(message, links.Handover)
+    worker.send(links.Taken())
     return message, Connection(fd)
 
 
@@ -281,6 +285,84 @@ def test_over_the_total_of_connections_the_answer_is_503(run: Run) -> None:
         assert (await (await harness.client(HEALTH)).response())[0] == 503
 
     run(scenario, max_connections=3)
+
+
+def test_what_a_worker_did_not_take_goes_to_the_next_one(run: Run) -> None:
+    async def scenario(harness: Harness) -> None:
+        harness.set_tenants("acme")
+        taken, untaken = await harness.client(request("acme", "/taken")), await harness.client()
+        first = await harness.wanted("acme")
+        message, connection = await _handed(first)
+        assert message.data == request("acme", "/taken")
+        untaken.send(request("acme", "/untaken"))
+        message, [fd] = await first.next()
+        os.close(fd)
+        connection.sock.close()
+        assert await taken.rest() == b""
+        first.close()
+        second = await harness.wanted("acme")
+        message, connection = await _handed(second)
+        assert message.data == request("acme", "/untaken")
+        with connection as sock:
+            sock.sendall(b"served\n")
+            assert await _line(untaken) == b"served\n"
+        assert second.is_empty
+
+    run(scenario)
+
+
+def test_a_worker_that_dies_with_packets_unread_leaves_what_it_took(run: Run) -> None:
+    async def scenario(harness: Harness) -> None:
+        harness.set_tenants("acme")
+        ours, theirs = pair()
+        with theirs:
+            harness.supervisor.send(links.WorkerAttached("acme"), theirs.fileno())
+        for path in ("/taken", "/untaken"):
+            await harness.client(request("acme", path))
+        with ours:
+            await asyncio.to_thread(_receive_blocking, ours)
+            ours.send(links.TO_GATEWAY.encode(links.Taken()))
+            while not select.select([ours], [], [], 0)[0]:
+                await asyncio.sleep(0.001)
+        second = await harness.wanted("acme")
+        message, connection = await _handed(second)
+        assert message.data == request("acme", "/untaken")
+        connection.sock.close()
+        harness.supervisor.send(links.Query())
+        counted, _ = await harness.supervisor.next()
+        assert (counted.waiting, counted.held) == (0, 1)
+        assert second.is_empty
+
+    run(scenario)
+
+
+def _receive_blocking(sock: socket.socket) -> None:
+    sock.setblocking(True)
+    _, fds, _, _ = socket.recv_fds(sock, 1 << 16, 1)
+    for fd in fds:
+        os.close(fd)
+
+
+def test_a_worker_that_is_let_go_still_takes_what_is_in_flight(run: Run) -> None:
+    async def scenario(harness: Harness) -> None:
+        harness.set_tenants("acme")
+        client = await harness.client(request("acme", "/late"))
+        first = await harness.wanted("acme")
+        message, [fd] = await first.next()
+        harness.supervisor.send(links.WorkerDetached("acme"))
+        await harness.client(request("acme", "/next"))
+        second = await harness.wanted("acme")
+        assert not first.closed.is_set()
+        first.send(links.Taken())
+        await first.closed.wait()
+        with Connection(fd) as sock:
+            sock.sendall(b"served\n")
+            assert await _line(client) == b"served\n"
+        message, connection = await _handed(second)
+        assert message.data == request("acme", "/next")
+        connection.sock.close()
+
+    run(scenario)
 
 
 def test_a_dead_worker_is_followed_by_another_one(run: Run) -> None:

@@ -37,6 +37,7 @@ MESSAGES: list[tuple[Codec[Any], Any]] = [
     (links.TO_WORKER, links.Handover("127.0.0.1:1", "l", b"GET")),
     (links.TO_GATEWAY, links.HandBack("", "l", b"GET")),
     (links.TO_GATEWAY, links.Released(3)),
+    (links.TO_GATEWAY, links.Taken()),
     (links.WORKER_ORDERS, links.QuotaChanged(QUOTA)),
     (links.WORKER_ORDERS, links.Query()),
     (links.WORKER_ORDERS, links.Drain(1.5)),
