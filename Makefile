@@ -12,7 +12,7 @@ SETUP := packaging/setup.sh
 ENGINE ?= vllm
 PORT ?= 8000
 STATE ?= $(or $(XDG_STATE_HOME),$(HOME)/.local/state)/seedance
-export ENGINE MODEL PORT STATE
+export ENGINE MODEL PORT STATE PREFIX DESTDIR SYSTEM_PYTHON PURGE WHEELHOUSE
 
 .PHONY: help
 help: ## This list
@@ -21,15 +21,21 @@ help: ## This list
 .PHONY: run
 run: ## Serve a model: ENGINE=vllm|synthetic MODEL=hub-name|path|file.gguf PORT=8000 STATE=dir
 	@packaging/prepare.sh
+	@[ "$$(id -u)" != 0 ] || $(MAKE) bpf
 	@exec .venv/bin/seedanced --config "$(STATE)/seedanced.toml" --hints
 
 # --- tests --------------------------------------------------------------------------------------------------------
 
 # LAYERS="unit component" runs these alone; EXPECT="vm e2e" fails when one of these was skipped.
 .PHONY: test
-test: ## All test layers, in order, up to the first that fails: LAYERS="..." EXPECT="..."
+test: bpf ## All test layers, in order, up to the first that fails: LAYERS="..." EXPECT="..."
 	@$(SETUP) base dev
 	@$(PY) tests/layers.py --expect "$(EXPECT)" $(LAYERS)
+
+.PHONY: test-bpf
+test-bpf: bpf ## BPF programs: as root, on a kernel that loads them
+	@$(SETUP) base dev
+	@$(PY) tests/layers.py bpf
 
 .PHONY: lint
 lint: ## Formatting, ruff, mypy
@@ -57,17 +63,35 @@ test-autobahn: ## The Autobahn WebSocket suite against the worker's echo route: 
 
 # --- packaging ----------------------------------------------------------------------------------------------------
 
+.PHONY: bpf
+bpf: ## bpf/*.bpf.o, without root; CLANG=clang takes that compiler instead of the one from the package index
+	@$(SETUP) base bpf
+	@$(PY) packaging/build_bpf.py
+
 # By way of the sdist: a wheel built straight from the checkout would also hold what a stale build/ still has.
 .PHONY: wheel
-wheel: ## dist/seedance-*.whl
+wheel: bpf ## dist/seedance-*.whl
 	@$(SETUP) base dev
 	@rm -rf dist
 	@$(PY) -m build --outdir dist . >build-wheel.log 2>&1 || { cat build-wheel.log; rm build-wheel.log; exit 1; }
 	@rm -f build-wheel.log; ls dist/*.whl
 
+# The system's Python runs what is installed: SYSTEM_PYTHON=/usr/bin/python3.12 names another one.
+.PHONY: install
+install: wheel ## As a system service, as root; starts nothing: PREFIX=/usr/local DESTDIR= SYSTEM_PYTHON=
+	@packaging/install.sh install
+
+.PHONY: uninstall
+uninstall: ## Remove what install made; PURGE=1 for configuration and keys too: PREFIX= DESTDIR=
+	@packaging/install.sh uninstall
+
+.PHONY: deb
+deb: wheel ## dist/seedance_*.deb for systems with this Python: SYSTEM_PYTHON=
+	@packaging/deb.sh
+
 .PHONY: clean
 clean: ## Remove what was built here; .venv stays
-	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis bpf/*.bpf.o tests/bpf/*.bpf.o
 	@find . -name __pycache__ -not -path "./.venv/*" -prune -exec rm -rf {} +
 
 .PHONY: distclean

@@ -14,20 +14,22 @@ from typing import Final
 import click
 
 from seedance import __version__
+from seedance.daemon import activation, logs, sockets
 from seedance.daemon import config as configuration
 from seedance.daemon import hints as hint_lines
-from seedance.daemon import logs, sockets
 from seedance.daemon.config import Config
 from seedance.daemon.process import set_name
 from seedance.daemon.processes import Options
 from seedance.daemon.supervisor import Supervisor
-from seedance.daemon.tenants import TenantTable
+from seedance.daemon.tenants import read_files
 from seedance.engine import vllm_control
 from seedance.errors import ConfigError, EngineDead, KernelError
+from seedance.qos.kernel import KernelLimits
+from seedance.qos.quota import load_directory
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_CONFIG: Final = "/etc/seedance/seedanced.toml"
+DEFAULT_CONFIG: Final = configuration.DEFAULT_PATH
 EXIT_CONFIG: Final = 78
 """EX_CONFIG of sysexits.h; the unit file tells systemd not to try again then."""
 
@@ -66,13 +68,12 @@ def main(path: str, check_config: bool, hints: bool, log_level: str, test_echo: 
 def check(config: Config) -> int:
     """Read every tenant file and print what is wrong; returns the exit status. Raises ConfigError."""
     check_model(config)
-    table = TenantTable(Path(config.paths.tenants), config.classes)
-    errors = table.reload().errors
-    for error in errors:
+    loaded = load_directory(read_files(Path(config.paths.tenants)), config.classes)
+    for error in loaded.errors:
         click.echo(str(error), err=True)
-    if errors:
+    if loaded.errors:
         return EXIT_CONFIG
-    click.echo(f"'{config.path}' and {len(table.quotas)} tenant files are right")
+    click.echo(f"'{config.path}' and {len(loaded.quotas)} tenant files are right")
     return 0
 
 
@@ -90,14 +91,18 @@ async def _serve(config: Config, options: Options, *, show_hints: bool) -> None:
     _raise_descriptor_limit()
     with contextlib.ExitStack() as stack:
         _take_lock(config, stack)
-        listeners = sockets.Listeners(config.listen)
+        # First of all: a socket belongs to the group in which its process was when it was made.
+        kernel = KernelLimits(config.kernel)
+        stack.callback(kernel.close)
+        listeners = sockets.Listeners(config.listen, activation.take_sockets())
         stack.callback(listeners.close)
+        kernel.set_ports(listeners.ports)
 
         def ready(model: str, names: list[str]) -> None:
             if show_hints:
                 click.echo(hint_lines.text(config, model, names, hint_lines.seedancectl()))
 
-        await Supervisor(config, listeners, options, ready).run()
+        await Supervisor(config, kernel, listeners, options, ready).run()
 
 
 def _take_lock(config: Config, stack: contextlib.ExitStack) -> None:

@@ -225,6 +225,10 @@ class Child:
             self._signal(signal.SIGKILL)
             await self._gone.wait()
 
+    def kill(self) -> None:
+        """End the process at once; it is started again as after any other end."""
+        self._signal(signal.SIGKILL)
+
     def let_end(self) -> None:
         """Start it no more: it has been told to end."""
         self._stopping = True

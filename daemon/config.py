@@ -15,10 +15,13 @@ from typing import Any, Final
 
 import msgspec
 
+from seedance.daemon import network_settings
+from seedance.daemon.network_settings import NetworkSettings
 from seedance.engine.settings import EngineSettings
 from seedance.errors import ConfigError
 from seedance.qos import quota, units
 from seedance.qos.quota import BUILT_IN_CLASSES, SchedulingClass
+from seedance.qos.settings import KernelSettings
 from seedance.qos.toml import (
     Field,
     Reader,
@@ -27,15 +30,21 @@ from seedance.qos.toml import (
     flag,
     loads,
     one_of,
+    or_unlimited,
     read_table,
+    read_value,
     text,
     whole,
 )
+
+DEFAULT_PATH: Final = "/etc/seedance/seedanced.toml"
 
 # sockaddr_un holds 108 bytes with the closing zero.
 _UNIX_PATH_BYTES: Final = 107
 _MAX_PORT: Final = 65_535
 _MAX_PER_S: Final = 1e9
+# IFNAMSIZ is 16 with the closing zero; dev_valid_name() forbids "/", ":" and white space.
+_DEVICE: Final = re.compile(r"[^\s/:]{1,15}")
 _ENDPOINT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)):(\d{1,5})", re.ASCII)
 
 
@@ -49,15 +58,23 @@ class Address(msgspec.Struct, frozen=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`[listen]`: where clients connect.
+class ListenConfig(NetworkSettings, frozen=True, kw_only=True):
+    """`[listen]`: where clients connect, and the network settings there, which `NetworkSettings` describes.
 
     tcp   list of "host:port" with numeric hosts, IPv6 in brackets; port 0 is any free one. [] for none.
     unix  path of a Unix stream socket; none without it.
+    at    `[listen.at."ADDRESS"]` holds network settings that are others at that address.
+
+    Sockets that the service manager has opened (systemd's socket activation) stand in the place of `tcp` and `unix`.
     """
 
     tcp: tuple[Address, ...] = (Address("127.0.0.1", 8000), Address("::1", 8000))
     unix: str | None = None
+    at: Mapping[str, NetworkSettings] = {}
+
+    def settings_at(self, address: str) -> NetworkSettings:
+        """Return the network settings at an address of the form "host:port"."""
+        return self.at.get(address, self)
 
 
 class PathsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +88,18 @@ class PathsConfig(msgspec.Struct, frozen=True, kw_only=True):
     state: str = "/var/lib/seedance"
     run: str = "/run/seedance"
     tenants: str = ""
+
+
+class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`[daemon]`: who the processes are.
+
+    user   whom every process but the supervisor becomes, where the supervisor is root; they stay what they are without
+           it.
+    group  whose members may use the control socket; root alone without it.
+    """
+
+    user: str = ""
+    group: str = ""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +137,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole file; `path` is where it came from.
+    """The whole file; `path` is where it came from. `[kernel]` is described at `KernelSettings`.
 
     `[engine]`: what computes the tokens. `engine.run_dir` is left to who starts it.
 
@@ -144,6 +173,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     listen: ListenConfig = ListenConfig()
     paths: PathsConfig
     engine: EngineSettings
+    daemon: DaemonConfig = DaemonConfig()
+    kernel: KernelSettings = KernelSettings()
     worker: WorkerConfig = WorkerConfig()
     http: HttpConfig = HttpConfig()
     classes: Mapping[str, SchedulingClass]
@@ -185,6 +216,26 @@ def _per_second(value: object) -> float:
     return float(value)
 
 
+def _read_connections(value: object) -> float:
+    rate = _per_second(value)
+    if rate == 0:
+        raise ValueError('cannot take 0: no connection could be made; write a number above 0, or "unlimited"')
+    return rate
+
+
+def _read_folder(value: object) -> str:
+    path = text(value)
+    if not path.startswith("/"):
+        raise ValueError(f"cannot take {units.shown(value)}: write a whole path, from '/'")
+    return os.path.normpath(path)
+
+
+def _read_devices(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) and _DEVICE.fullmatch(name) for name in value):
+        raise ValueError('cannot take anything but a list of network devices; write e.g. ["eth0", "lo"]')
+    return tuple(value)
+
+
 def _read_probability(value: object) -> float:
     probability = units.parse_percentage(value)
     if probability > 1:
@@ -211,7 +262,12 @@ def _at_least(least: int, read: Reader, example: str) -> Reader:
 _duration: Final = above_zero(units.parse_duration)
 
 SCHEMA: Final[Schema] = {
-    "listen": {"tcp": Field("tcp", _read_addresses), "unix": Field("unix", text)},
+    "listen": {
+        "tcp": Field("tcp", _read_addresses),
+        "unix": Field("unix", text),
+        **network_settings.SCHEMA,
+        "at": Field("at", _read_tables),
+    },
     "paths": {"state": Field("state", text), "run": Field("run", text), "tenants": Field("tenants", text)},
     "engine": {
         "kind": Field("kind", one_of(["vllm", "synthetic"])),
@@ -232,6 +288,19 @@ SCHEMA: Final[Schema] = {
             "kv_blocks": Field("kv_blocks", whole(1, 1 << 31)),
             "die_after_steps": Field("die_after_steps", whole(0, 1 << 31)),
         },
+    },
+    "daemon": {"user": Field("user", text), "group": Field("group", text)},
+    "kernel": {
+        "limits": Field("limits", one_of(["required", "best_effort", "off"])),
+        "name": Field("name", quota.read_name),
+        "cgroup": Field("cgroup", _read_folder),
+        "bpffs": Field("bpffs", _read_folder),
+        "devices": Field("devices", _read_devices),
+        "horizon": Field("horizon_s", above_zero(units.parse_duration)),
+        "connections": Field("connections_per_s", or_unlimited(_read_connections)),
+        "connections_burst": Field("connections_burst", whole(1, 1_000_000)),
+        "cuda_library": Field("cuda_library", _read_folder),
+        "observe": Field("observe", flag),
     },
     "worker": {
         "idle_timeout": Field("idle_timeout_s", _duration),
@@ -257,8 +326,7 @@ def parse(source: str, path: str) -> Config:
     folder = os.path.dirname(path)
     raw["path"] = path
     raw["paths"] = _paths(raw.get("paths", {}), folder)
-    if "unix" in raw.get("listen", {}):
-        raw["listen"]["unix"] = _unix_path(raw["listen"]["unix"], folder, path)
+    raw["listen"] = _listen(raw.get("listen", {}), folder, path)
     raw["engine"] = _engine(raw.get("engine", {}), folder, path)
     raw["classes"] = _classes(raw.get("classes", {}), path)
     config = msgspec.convert(raw, Config)
@@ -270,6 +338,18 @@ def parse(source: str, path: str) -> Config:
 def _paths(raw: dict[str, str], folder: str) -> dict[str, str]:
     raw = {"tenants": "tenants.d"} | raw
     return {name: os.path.normpath(os.path.join(folder, where)) for name, where in raw.items()}
+
+
+def _listen(raw: dict[str, Any], folder: str, path: str) -> dict[str, Any]:
+    if "unix" in raw:
+        raw["unix"] = _unix_path(raw["unix"], folder, path)
+    everywhere = {name: value for name, value in raw.items() if name in NetworkSettings.__struct_fields__}
+    at = {}
+    for address, table in raw.get("at", {}).items():
+        key = f'listen.at."{address}"'
+        own = read_table(table, network_settings.SCHEMA, path, key)
+        at[str(read_value(address, read_address, path, key))] = everywhere | own
+    return raw | {"at": at}
 
 
 def _unix_path(where: str, folder: str, path: str) -> str:

@@ -1,169 +1,153 @@
 """The control socket: how `seedancectl` asks the running daemon, and what it is told.
 
-A Unix stream socket that only the daemon's user may open. A request and its reply are one line of JSON each, so that
-a person can speak it too; a connection carries any number of them, in order.
+HTTP/1.1 over a Unix stream socket, with bodies of JSON, so that a person can use it too:
+
+    curl --unix-socket /run/seedance/control.sock http://localhost/v1/status
+
+    GET  /v1/status           StatusReport
+    GET  /v1/tenants          {"tenants": [TenantStatus, …]}
+    GET  /v1/tenants/<name>   TenantStatus
+    POST /v1/reload           Reloaded
+    POST /v1/stop             Stopping
+
+An error has a status from 400 on and a body as at the daemon's other doors: {"error": {"message": "cannot …", …}}.
+Who may ask is said by the permissions of the socket file, and again by the credentials that the kernel vouches for:
+root, the daemon's own user, and the members of the group that it was given.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import http.client
 import logging
 import os
 import socket
+import struct
 from collections.abc import Awaitable, Callable
 from typing import Final
 
 import msgspec
 
-from seedance.daemon.ring.driver import DriverStatistics
-from seedance.engine.adapter import EngineStatistics
-from seedance.engine.request import ModelInfo
-from seedance.errors import ResourceBroken
-from seedance.qos.limiter import LimiterStatistics
-from seedance.qos.quota import Quota
+from seedance.daemon.control_messages import (
+    BadFile,
+    EngineReport,
+    Failed,
+    GatewayReport,
+    GetStatus,
+    ProcessStatus,
+    Reload,
+    Reloaded,
+    Reply,
+    Request,
+    StatusReport,
+    Stop,
+    Stopping,
+    TenantStatus,
+)
+from seedance.daemon.network import ListenerStatus
+from seedance.daemon.protocol import head
+from seedance.daemon.protocol.http import Event, HeadReceived, HttpServer, RequestReceived
+from seedance.daemon.protocol.response import JSON, Headers, error_object
+from seedance.daemon.sockets import listen_unix
+from seedance.errors import KernelError, ResourceBroken
+
+__all__ = [
+    "BadFile",
+    "ControlServer",
+    "EngineReport",
+    "Failed",
+    "GatewayReport",
+    "GetStatus",
+    "ListenerStatus",
+    "ProcessStatus",
+    "Reload",
+    "Reloaded",
+    "Reply",
+    "Request",
+    "StatusReport",
+    "Stop",
+    "Stopping",
+    "TenantStatus",
+    "ask",
+    "listen",
+]
 
 _log = logging.getLogger(__name__)
 
 SOCKET_NAME: Final = "control.sock"
 MAX_REQUEST_BYTES: Final = 64 << 10
+MAX_CONNECTIONS: Final = 64
 
 _ANSWER_S: Final = 15.0
+_PATIENCE_S: Final = 30.0
+_READ_BYTES: Final = 64 << 10
+_MOST_ANSWER_BYTES: Final = 256 << 20
+_LIMITS: Final = head.Limits(head_bytes=16 << 10, target_bytes=1024, body_bytes=MAX_REQUEST_BYTES)
+_PLACES: Final[dict[str, tuple[str, Request]]] = {
+    "/v1/status": ("GET", GetStatus()),
+    "/v1/tenants": ("GET", GetStatus()),
+    "/v1/reload": ("POST", Reload()),
+    "/v1/stop": ("POST", Stop()),
+}
+_TENANTS: Final = "/v1/tenants"
+_PLACE_OF: Final[dict[type, tuple[str, str]]] = {
+    GetStatus: ("GET", "/v1/status"),
+    Reload: ("POST", "/v1/reload"),
+    Stop: ("POST", "/v1/stop"),
+}
+_METHODS: Final = {"GET": ("GET", "HEAD"), "POST": ("POST",)}
+_CREDENTIALS: Final = struct.Struct("iII")  # struct ucred: pid, uid, gid
+_SO_PEERGROUPS: Final = 59
+_PEER_GROUPS_BYTES: Final = 1024  # Python asks for no more
 
-
-class GetStatus(msgspec.Struct, tag="status", tag_field="request", frozen=True):
-    """Ask how the daemon is."""
-
-
-class Reload(msgspec.Struct, tag="reload", tag_field="request", frozen=True):
-    """Have the tenant files read again."""
-
-
-class Stop(msgspec.Struct, tag="stop", tag_field="request", frozen=True):
-    """Have the daemon end; answered before it does."""
-
-
-Request = GetStatus | Reload | Stop
-
-
-class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A child of the supervisor; `pid` is 0 while it is down."""
-
-    name: str
-    pid: int
-    restarts: int
-
-
-class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine: its state, what it serves, and what it counts; None where the host does not answer."""
-
-    state: str
-    detail: str
-    model: ModelInfo | None
-    statistics: EngineStatistics | None
-
-
-class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The gateway: what moves its bytes, two counters since its start, and connections by stage."""
-
-    driver: str
-    accepted: int = 0
-    refused: int = 0
-    greeting: int = 0
-    waiting: int = 0
-    held: int = 0
-
-
-class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant; `worker_pid` is 0 while it has no worker. `used` counts since the daemon's start.
-
-    `io` counts what the worker's driver does; None without a worker that has answered.
-    """
-
-    quota: Quota
-    mark: int
-    worker_pid: int
-    driver: str
-    connections: int
-    used: LimiterStatistics
-    io: DriverStatistics | None = None
-
-
-class BadFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant file that is not in force; `kept` says whether its tenant goes on with an older quota."""
-
-    path: str
-    key: str
-    reason: str
-    kept: bool
-
-
-class StatusReport(msgspec.Struct, tag="status", tag_field="reply", frozen=True, kw_only=True):
-    """How the daemon is. `limits_off` maps each kernel limit that is not applied to the reason."""
-
-    version: str
-    pid: int
-    uptime_s: float
-    config: str
-    listeners: list[str]
-    engine: EngineReport
-    gateway: GatewayReport
-    processes: list[ProcessStatus]
-    tenants: list[TenantStatus]
-    bad_files: list[BadFile]
-    limits_off: dict[str, str]
-
-
-class Reloaded(msgspec.Struct, tag="reload", tag_field="reply", frozen=True, kw_only=True):
-    """What a reload changed. `note` says what it has not put in force, "" where there is nothing to say."""
-
-    added: list[str]
-    changed: list[str]
-    removed: list[str]
-    bad_files: list[BadFile]
-    note: str = ""
-
-
-class Stopping(msgspec.Struct, tag="stop", tag_field="reply", frozen=True):
-    """The daemon is ending."""
-
-    pid: int
-
-
-class Failed(msgspec.Struct, tag="failed", tag_field="reply", frozen=True):
-    """The request could not be met; `message` is for people."""
-
-    message: str
-
-
-Reply = StatusReport | Reloaded | Stopping | Failed
-
-_request_decoder: Final = msgspec.json.Decoder(Request)
 _reply_decoder: Final[msgspec.json.Decoder[Reply]] = msgspec.json.Decoder(Reply)
+
+_Answer = tuple[int, Headers, bytes]
+
+
+def listen(path: str, group: int | None = None) -> socket.socket:
+    """Return the listening control socket, for its owner and the members of a group. Raises KernelError."""
+    sock = listen_unix(path, 0o600)
+    if group is not None:
+        try:
+            os.chown(path, -1, group)
+            os.chmod(path, 0o660)
+        except OSError as exc:
+            sock.close()
+            os.unlink(path)
+            raise KernelError(f"give '{path}' to group {group}", exc.errno or errno.EPERM) from exc
+    return sock
 
 
 class ControlServer:
     """The daemon's end; `answer` is asked for each request, one after the other on each connection."""
 
-    def __init__(self, sock: socket.socket, answer: Callable[[Request], Awaitable[Reply]]) -> None:
+    def __init__(
+        self, sock: socket.socket, answer: Callable[[Request], Awaitable[Reply]], group: int | None = None
+    ) -> None:
+        """`group` is whose members may ask, beside root and this process's own user."""
         self._sock = sock
         self._path = str(sock.getsockname())
         self._answer = answer
+        self._group = group
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Begin to answer."""
-        self._server = await asyncio.start_unix_server(self._connected, sock=self._sock, limit=MAX_REQUEST_BYTES)
+        self._server = await asyncio.start_unix_server(self._connected, sock=self._sock)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
-            await self._converse(reader, writer)
-        except (OSError, ValueError, asyncio.CancelledError):
-            pass  # the peer went, sent a line without end, or we are closing: nothing to tell anybody
+            if len(self._tasks) <= MAX_CONNECTIONS:
+                await self._converse(reader, writer)
+        except (OSError, asyncio.CancelledError):
+            pass  # the peer went or waited too long, or we are closing: nothing to tell anybody
         finally:
             self._tasks.discard(task)
             writer.close()
@@ -171,13 +155,63 @@ class ControlServer:
                 await writer.wait_closed()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while line := await reader.readline():
-            try:
-                reply = await self._answer(_request_decoder.decode(line))
-            except msgspec.DecodeError as exc:
-                reply = Failed(f"cannot read the request: {exc}")
-            writer.write(msgspec.json.encode(reply) + b"\n")
-            await writer.drain()
+        may_ask = self._may_ask(writer.get_extra_info("socket"))
+        server = HttpServer(_LIMITS)
+        while not server.should_close:
+            # Not `wait_for`: before 3.12 it loses a cancellation that comes when what it waits for is done.
+            async with asyncio.timeout(_PATIENCE_S):
+                data = await reader.read(_READ_BYTES)
+            if data:
+                server.receive_data(data)
+            else:
+                server.receive_eof()
+            # An answer lets the next of several requests in; it has to be taken before that one is answered.
+            while events := server.events_received():
+                for event in events:
+                    await self._take(event, server, may_ask=may_ask)
+                writer.write(server.data_to_send())
+                async with asyncio.timeout(_PATIENCE_S):
+                    await writer.drain()
+
+    async def _take(self, event: Event, server: HttpServer, *, may_ask: bool) -> None:
+        if isinstance(event, HeadReceived):
+            server.accept_body()
+        elif isinstance(event, RequestReceived):
+            server.send_response(*await self._respond(event.request, event.body, may_ask=may_ask))
+
+    def _may_ask(self, sock: socket.socket) -> bool:
+        """Say whether the peer, at the time that it connected, was somebody whom we answer."""
+        _, uid, gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if uid in (0, os.geteuid()):
+            return True
+        if self._group is None:
+            return False
+        try:
+            groups = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _PEER_GROUPS_BYTES)
+        except OSError:  # it is in more groups than that
+            groups = b""
+        return self._group == gid or self._group in [group for (group,) in struct.iter_unpack("I", groups)]
+
+    async def _respond(self, request: head.Request, body: bytes, *, may_ask: bool) -> _Answer:
+        if not may_ask:
+            return _error(403, "forbidden", "cannot answer this user; ask as root or as a member of the daemon's group")
+        tenant = request.path.removeprefix(f"{_TENANTS}/") if request.path.startswith(f"{_TENANTS}/") else None
+        place = _PLACES.get(_TENANTS if tenant else request.path)
+        if place is None:
+            known = ", ".join((*_PLACES, f"{_TENANTS}/<name>"))
+            return _error(404, "not_found", f"cannot find '{request.path}'; there are {known}")
+        method, question = place
+        if request.method not in _METHODS[method]:
+            text = f"cannot do {request.method} here; use {method}"
+            return _error(405, "method_not_allowed", text, (("Allow", ", ".join(_METHODS[method])),))
+        if body.strip() not in (b"", b"{}"):
+            return _error(400, "invalid_request", "cannot take a body: this request has no parameters")
+        try:
+            reply = await self._answer(question)
+        except Exception:
+            _log.exception("cannot answer %s %s", request.method, request.path)
+            return _error(500, "internal_error", "cannot answer: seedanced's log says why")
+        return _rendered(request.path, tenant, reply)
 
     async def close(self) -> None:
         """Answer no more and remove the socket file."""
@@ -191,6 +225,33 @@ class ControlServer:
             os.unlink(self._path)
 
 
+def _rendered(path: str, tenant: str | None, reply: Reply) -> _Answer:
+    """Return the response that shows a reply, or the part of it that the path asks for."""
+    if isinstance(reply, Failed):
+        return _error(500, "failed", reply.message)
+    shown: object = reply
+    if isinstance(reply, StatusReport) and path == _TENANTS:
+        shown = {"tenants": reply.tenants}
+    elif isinstance(reply, StatusReport) and tenant is not None:
+        found = [status for status in reply.tenants if status.quota.tenant == tenant]
+        if not found:
+            return _error(404, "not_found", f"cannot find the tenant '{tenant}'; {_TENANTS} lists them")
+        shown = found[0]
+    return 200, JSON, msgspec.json.encode(shown) + b"\n"
+
+
+def _error(status: int, code: str, message: str, headers: Headers = ()) -> _Answer:
+    kind = "invalid_request_error" if status < http.client.INTERNAL_SERVER_ERROR else "server_error"
+    return status, (*JSON, *headers), error_object(message, kind, code) + b"\n"
+
+
+class _ErrorBody(msgspec.Struct):
+    class _Error(msgspec.Struct):
+        message: str
+
+    error: _Error
+
+
 def ask(path: str, request: Request) -> Reply:
     """Ask the daemon whose control socket is `path`. Raises ResourceBroken when it does not answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -200,13 +261,17 @@ def ask(path: str, request: Request) -> Reply:
         except OSError as exc:
             question = "may this user?" if isinstance(exc, PermissionError) else "is it running?"
             raise ResourceBroken(f"cannot connect to seedanced at {path} ({exc.strerror}): {question}") from exc
+        connection = http.client.HTTPConnection("localhost")
+        connection.sock = sock
+        method, place = _PLACE_OF[type(request)]
         try:
-            sock.sendall(msgspec.json.encode(request) + b"\n")
-            with sock.makefile("rb") as replies:
-                line = replies.readline()
+            connection.request(method, place, headers={"Connection": "close"})
+            with contextlib.closing(connection.getresponse()) as response:
+                body = response.read(_MOST_ANSWER_BYTES)
+            if response.status == http.client.OK:
+                return _reply_decoder.decode(body)
+            return Failed(msgspec.json.decode(body, type=_ErrorBody).error.message)
         except OSError as exc:
             raise ResourceBroken(f"cannot get an answer from seedanced at {path}: {exc}") from exc
-    try:
-        return _reply_decoder.decode(line)
-    except msgspec.DecodeError as exc:
-        raise ResourceBroken(f"cannot read the answer of seedanced at {path}: {exc}") from exc
+        except (http.client.HTTPException, msgspec.DecodeError) as exc:
+            raise ResourceBroken(f"cannot read the answer of seedanced at {path}: {exc!r}") from exc

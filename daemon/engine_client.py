@@ -6,6 +6,7 @@ in one read, and everything that the step makes us send leaves with the enter th
 
 from __future__ import annotations
 
+import array
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
@@ -40,7 +41,7 @@ class EngineClient:
         engine_changed: Callable[[EngineChanged], None],
         plain_frame: Callable[[str], bytes],
     ) -> None:
-        """`plain_frame` makes what goes to a stream's `plain_flow` for a text."""
+        """`plain_frame` makes what goes past the sinks for a text; see `bypass`."""
         self._driver = driver
         self._limiter = limiter
         self._clock = clock
@@ -49,7 +50,12 @@ class EngineClient:
         self._number = 0
         self._plain_frame = plain_frame
         self._texts: Sequence[Entry] = ()
-        self._frames: list[bytes | None] = []
+        # Of the streams with a bypass: descriptors of those that are plain now, by number; streams and how many tokens
+        # went past their sinks, by descriptor; and the frames, by token id.
+        self._fds: dict[int, int] = {}
+        self._bypassed: dict[int, Stream] = {}
+        self._counts = array.array("Q")
+        self._frames: dict[int, bytes] = {}
         self._flow: Flow | None = None
         self._receiver: Receiver[ToWorker] = Receiver(ToWorker)
 
@@ -60,7 +66,7 @@ class EngineClient:
         """Take the vocabulary's entries: most tokens are a text by themselves."""
         if self._texts is not entries:
             self._texts = entries
-            self._frames = [None] * len(entries)  # by token id, made when first wanted
+            self._frames = {}
 
     def connect(self, fd: int) -> None:
         """Use a fresh channel from now on; the last one's streams are lost."""
@@ -76,6 +82,26 @@ class EngineClient:
         stream.number = self._number
         self._streams[stream.number] = stream
         self._send(Submit(stream.number, prompt_token_ids, sampling))
+
+    def bypass(self, stream: Stream, fd: int, fell_behind: Callable[[int], None]) -> None:
+        """Send what `plain_frame` makes of a plain token's text straight to the flow of `fd`, past the stream's sink.
+
+        `fell_behind` is told how many bytes wait there. No other stream may have the same flow for this.
+        """
+        if self._streams.get(stream.number) is not stream:
+            return
+        stream.bypass_fd, stream.fell_behind = fd, fell_behind
+        self._bypassed[fd] = stream
+        self._counts.extend([0] * (fd + 1 - len(self._counts)))
+        self._choose_way(stream)
+
+    def _choose_way(self, stream: Stream) -> None:
+        if stream.bypass_fd < 0:
+            return
+        if stream.plain:
+            self._fds[stream.number] = stream.bypass_fd
+        else:
+            self._fds.pop(stream.number, None)
 
     def abort(self, streams: Iterable[Stream]) -> None:
         """End streams without another call on their sinks; those that have ended already are passed over."""
@@ -100,6 +126,12 @@ class EngineClient:
     def _remove(self, stream: Stream) -> bool:
         if self._streams.pop(stream.number, None) is None:
             return False
+        fd = stream.bypass_fd
+        if fd >= 0:
+            self._fds.pop(stream.number, None)
+            del self._bypassed[fd]
+            stream.output_tokens += self._counts[fd]
+            self._counts[fd] = 0
         self._limiter.stream_ended()
         return True
 
@@ -143,32 +175,37 @@ class EngineClient:
     def _step_completed(self, batch: Batch) -> None:  # noqa: C901 - calls would cost more than what they would hide
         # Each token of each stream passes through this loop. It touches as few objects as it can: with a thousand
         # streams none of them is in the processor's cache any more when its turn comes.
-        find, texts, frames = self._streams.get, self._texts, self._frames
+        find, texts, counts = self._streams.get, self._texts, self._counts
+        find_fd, find_frame = self._fds.get, self._frames.get
         last = len(texts) - 1
+        fds: list[int] = []
+        frames: list[bytes] = []
         tokens = 0
         for number, token_id in batch.pairs():
+            fd = find_fd(number)
+            if fd is not None:
+                frame = find_frame(token_id)
+                if frame is not None:
+                    counts[fd] += 1
+                    fds.append(fd)
+                    frames.append(frame)
+                    continue
             stream = find(number)
             if stream is None:
                 continue  # aborted when this was under way
             tokens += 1
             stream.output_tokens += 1
             if stream.plain and token_id <= last:
-                flow = stream.plain_flow
-                if flow is not None:
-                    frame = frames[token_id]
-                    if frame is not None:
-                        waiting_bytes = flow.send(frame)
-                        if waiting_bytes:
-                            stream.fell_behind(waiting_bytes)
-                        continue
                 text = texts[token_id]
                 if isinstance(text, str):
-                    if text and flow is not None:
-                        frames[token_id] = self._plain_frame(text)
+                    if text and fd is not None:
+                        self._frames[token_id] = self._plain_frame(text)
                     if text:
                         stream.sink.text_arrived(text)
                     continue
             self._advance(stream, Delta(number, [token_id]))
+        tokens += len(fds)
+        self._send_past_sinks(fds, frames)
         for delta in batch.deltas:
             stream = find(delta.stream)
             if stream is None:
@@ -180,6 +217,11 @@ class EngineClient:
         if tokens and not self._limiter.charge(self._clock(), tokens):
             self._quota_exceeded()
 
+    def _send_past_sinks(self, fds: list[int], frames: list[bytes]) -> None:
+        for fd, waiting_bytes in self._driver.send_each(fds, frames):
+            if (stream := self._bypassed.get(fd)) is not None:
+                stream.fell_behind(waiting_bytes)
+
     def _advance(self, stream: Stream, delta: Delta) -> None:
         """Take a delta that may end its stream, or has more than one token."""
         reason, stop, token_ids = delta.finish_reason, stream.stop, delta.token_ids
@@ -187,6 +229,7 @@ class EngineClient:
             token_ids = token_ids[:-1]
         text = (stop or stream.detokenizer).feed(token_ids)
         stream.plain = stop is None and stream.detokenizer.is_plain
+        self._choose_way(stream)
         surplus_tokens = 0
         if stop is not None and stop.stopped is not None:
             surplus_tokens = stop.surplus_tokens

@@ -6,15 +6,13 @@ import socket
 import sys
 
 from seedance.daemon.links import LINK_FD
-from seedance.daemon.logs import start_logging
-from seedance.daemon.process import set_name
+from seedance.daemon.process import begin
 from seedance.engine import host
 
 
 def main() -> None:
-    """Run the host on the link that the supervisor left; the log level is the only argument."""
-    set_name("seed-engine")
-    start_logging("engine host", sys.argv[1])
+    """Run the host on the link that the supervisor left."""
+    begin("engine", sys.argv[1:], with_groups=True)  # a GPU's device files may belong to one
     host.run(socket.socket(fileno=LINK_FD))
 
 

@@ -24,6 +24,9 @@ tenants = "tenants.d"
 
 [engine]
 {engine}
+
+[kernel]
+limits = "best_effort"  # go on without a limit that this machine, or this user, cannot keep; `seedancectl status` tells
 """
 
 _TENANTS: Final = {
@@ -31,6 +34,15 @@ _TENANTS: Final = {
 # The tenant "acme": a big customer.
 keys = ["{key_hash}"]
 class = "gold"
+
+[cpu]
+max = "200%"
+
+[memory]
+max = "2GiB"
+
+[network]
+egress = "100Mbit"
 
 [tokens]
 streams = 64
@@ -42,6 +54,16 @@ per_minute = 600
 # The tenant "globex": a small one.
 keys = ["{key_hash}"]
 class = "silver"
+
+[cpu]
+max = "50%"
+
+[memory]
+max = "1GiB"
+
+[network]
+egress = "20Mbit"
+ingress = "10Mbit"
 
 [tokens]
 streams = 16

@@ -46,8 +46,8 @@ from seedance.daemon.links import (
     WorkerFailed,
     WorkerWanted,
 )
-from seedance.daemon.logs import start_logging
-from seedance.daemon.process import die_with_parent, set_name
+from seedance.daemon.privileges import Capability
+from seedance.daemon.process import begin
 from seedance.daemon.protocol.head import Limits, Request
 from seedance.daemon.protocol.response import Headers
 from seedance.daemon.ring.driver import Driver, Listener
@@ -387,10 +387,8 @@ def first_order(link: socket.socket) -> tuple[GatewaySettings, list[socket.socke
 
 
 def main() -> None:
-    """Run the gateway on the link that the supervisor left; the log level is the only argument."""
-    die_with_parent()
-    set_name("seed-gateway")
-    start_logging("gateway", sys.argv[1])
+    """Run the gateway on the link that the supervisor left."""
+    begin("gateway", sys.argv[1:], keep=[Capability.NET_RAW])  # which SO_MARK asks for
     link = socket.socket(fileno=LINK_FD)
     try:
         settings, listeners = first_order(link)

@@ -242,8 +242,7 @@ class _InferAnswer(Answer):
 
     def started(self) -> None:
         if self._template is _PLAIN and self._parts is None:
-            for stream in self.streams:
-                stream.plain_flow, stream.fell_behind = self._flow, self._connection.fell_behind
+            self._service.engine.bypass(self.streams[0], self._flow.fd, self._connection.fell_behind)
 
     def failed(self, error: ApiError) -> None:
         self.stream_failed(error)

@@ -1,4 +1,4 @@
-"""API keys: how they are made, hashed, found in a request, and looked up; and how one is added to a tenant file."""
+"""API keys: made, hashed, found in a request, looked up; and added to a tenant's file or taken out of it."""
 
 from __future__ import annotations
 
@@ -111,6 +111,26 @@ def add_key_to_file(text: str, key_hash: str, path: str = "") -> str:
     return after
 
 
+def remove_key_from_file(text: str, key_hash: str, path: str = "") -> str:
+    """Return a tenant file's text without one key hash, all else as it was, comments too.
+
+    A file without the key stays as it is. The result has been read again: raises ConfigError when the text is not
+    TOML, or is laid out so that the key must be removed by hand.
+    """
+    before = loads(text, path)
+    keys = before.get("keys", [])
+    if not isinstance(keys, list) or key_hash not in keys:
+        return text
+    after = _cut(text, key_hash)
+    try:
+        understood = tomllib.loads(after) == before | {"keys": [key for key in keys if key != key_hash]}
+    except tomllib.TOMLDecodeError:
+        understood = False
+    if not understood:
+        raise ConfigError(path, "keys", f'cannot remove a key from this list; remove "{key_hash}" from it by hand')
+    return after
+
+
 _COMMENT: Final = r"#[^\n]*"
 _STRING: Final = r'"""(?:\\.|(?!""").)*"{3,5}|\'\'\'(?:(?!\'\'\').)*\'{3,5}|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\''
 _PIECE: Final = re.compile(rf"{_COMMENT}|{_STRING}|[\[\]]|.", re.DOTALL)
@@ -162,3 +182,35 @@ def _indent_of(text: str, at: int) -> str:
     match = re.compile(r"[ \t]*").match(text, line_start)
     assert match is not None
     return match[0]
+
+
+def _cut(text: str, key_hash: str) -> str:
+    """Take the first entry that is this string out of the list, with its comma, and its line where it has one."""
+    start = _KEYS_LIST.search(text)
+    if start is None:
+        return text
+    entry: re.Match[str] | None = None
+    comma_before = comma_after = -1
+    for piece in _PIECE.finditer(text, start.end()):
+        if piece[0] == "]" or (entry and piece[0][0] in "\"',"):
+            comma_after = piece.start() if piece[0] == "," else -1
+            break
+        if piece[0] == ",":
+            comma_before = piece.start()
+        elif piece[0] in (f'"{key_hash}"', f"'{key_hash}'"):
+            entry = piece
+    return text if entry is None else _without(text, entry.start(), entry.end(), comma_before, comma_after)
+
+
+def _without(text: str, first: int, end: int, comma_before: int, comma_after: int) -> str:
+    """Cut `text[first:end]` out; a comma position of -1 is none. TOML takes a list that ends with a comma."""
+    if comma_after >= 0 and text[end:comma_after].strip(" \t"):
+        return text[:first] + text[end:comma_after] + text[comma_after + 1 :]
+    end = max(end, comma_after + 1)
+    rest_of_line = re.compile(rf"[ \t]*(?:{_COMMENT})?\r?\n").match(text, end)
+    line_start = text.rfind("\n", 0, first) + 1
+    if rest_of_line is not None and not text[line_start:first].strip():
+        return text[:line_start] + text[rest_of_line.end() :]
+    if comma_after >= 0:
+        return text[:first] + text[end:].lstrip(" \t")
+    return text[: comma_before if comma_before > line_start else first] + text[end:]

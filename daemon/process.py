@@ -6,8 +6,13 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
+
+import msgspec
+
+from seedance.daemon.logs import start_logging
+from seedance.daemon.privileges import Capability, become, find_account
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
@@ -19,6 +24,33 @@ _START_TICKS: Final = 19
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+class Start(msgspec.Struct, frozen=True):
+    """What the supervisor tells a child on its command line: the log level, and the user to become, "" for none."""
+
+    log_level: str
+    user: str = ""
+
+    def arguments(self) -> list[str]:
+        """Return it as a command line has it."""
+        return [self.log_level, self.user]
+
+
+def begin(name: str, arguments: Sequence[str], keep: Iterable[Capability] = (), *, with_groups: bool = False) -> Start:
+    """Become a child of the daemon: its user, its name `seed-NAME`, its log; and die with the parent.
+
+    `keep` and `with_groups` are `privileges.become`'s. Raises KernelError, ConfigError when there is no such user.
+    """
+    start = Start(*arguments)
+    start_logging(name, start.log_level)
+    if start.user and os.geteuid() == 0:
+        account = find_account(start.user, "the command line")
+        become(account, keep, with_groups=with_groups)
+        os.environ |= {"HOME": account.home, "USER": account.name, "LOGNAME": account.name}
+    die_with_parent()  # a change of user undoes it
+    set_name(f"seed-{name}")
+    return start
+
+
 def set_name(name: str) -> None:
     """Give this process the name that `ps -o comm` and `top` show; the kernel keeps 15 bytes of it."""
     _libc.prctl(_PR_SET_NAME, name.encode()[:_NAME_BYTES], 0, 0, 0)
@@ -27,7 +59,8 @@ def set_name(name: str) -> None:
 def die_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends.
 
-    A parent that has ended already is noticed by the link to it, which reads as closed.
+    A parent that has ended already is noticed by the link to it, which reads as closed. Comes after
+    `privileges.become`: a change of user or group clears it, and a parent that is another user needs CAP_KILL for it.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

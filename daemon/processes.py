@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 from collections.abc import Callable
 from typing import Final
 
@@ -40,6 +41,9 @@ from seedance.daemon.links import (
     WorkerSettings,
     ZygoteOrder,
 )
+from seedance.daemon.notify import Watchdog
+from seedance.daemon.privileges import find_account
+from seedance.daemon.process import Start
 from seedance.daemon.secret import cache_salt
 from seedance.daemon.sockets import Listeners
 from seedance.daemon.tenants import TenantTable
@@ -56,9 +60,11 @@ from seedance.engine.host_link import (
     ToHost,
 )
 from seedance.engine.request import TenantContext
-from seedance.errors import EngineDead
+from seedance.errors import EngineDead, KernelError
+from seedance.qos.kernel import KernelLimits
 from seedance.qos.limiter import LimiterSnapshot
 from seedance.qos.quota import Quota
+from seedance.qos.usage import TenantUsage
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +97,7 @@ class Processes:
         options: Options,
         listeners: Listeners,
         tenants: TenantTable,
+        kernel: KernelLimits,
         secret: bytes,
         changed: Callable[[], None],
     ) -> None:
@@ -103,16 +110,22 @@ class Processes:
         self._options = options
         self._listeners = listeners
         self._tenants = tenants
+        self._kernel = kernel
         self._secret = secret
         self._changed = changed
         self._preloaded_dir: str | None = None
+        user = config.daemon.user if os.geteuid() == 0 else ""
+        self._account = find_account(user, config.path) if user else None
+        self._oom_kills: dict[str, int] = {}
         self._wanted: set[str] = set()  # tenants that need a worker as soon as there is a zygote
         self._query = 0
         self._survey = Survey()
+        self._watchdog: Watchdog | None = None
         self._reaper = Reaper(asyncio.get_running_loop())
         self.workers = Workers(self, self._reaper)
         host, zygote, gateway = (
-            ["seedance.daemon." + name, options.log_level] for name in ("engine_host", "zygote", "gateway")
+            ["seedance.daemon." + name, *Start(options.log_level, config.daemon.user).arguments()]
+            for name in ("engine_host", "zygote", "gateway")
         )
         self._host = Child("engine host", host, self._reaper, self._host_told, self._host_started, self._host_ended)
         self._zygote = Child("zygote", zygote, self._reaper, self._zygote_told, self._zygote_started, lambda _: None)
@@ -141,15 +154,46 @@ class Processes:
     async def survey(self) -> None:
         """Ask all processes how they are; `gateway_report`, `engine_statistics` and `workers` then know."""
         self.engine_statistics = None
-        if self.gateway_is_ready:
-            self._survey.ask("gateway")
-            self.to_gateway(Query())
-        if self.engine.state == EngineState.READY:
-            self._survey.ask("engine host")
-            self._query += 1
-            self.to_host(QueryStatistics(self._query))
+        for name in self._ask_children():
+            self._survey.ask(name)
         self.workers.query(self._survey)
         await self._survey.wait()
+
+    def _ask_children(self) -> list[str]:
+        """Send a question to each child that answers questions; returns their names."""
+        asked = []
+        if self.gateway_is_ready:
+            self.to_gateway(Query())
+            asked.append(self._gateway.name)
+        if self._host.is_linked and self.engine.state == EngineState.READY:
+            self._query += 1
+            self.to_host(QueryStatistics(self._query))
+            asked.append(self._host.name)
+        return asked
+
+    def check_progress(self, now: float, watchdog: Watchdog) -> bool:
+        """Ask the children for a sign of life, and kill who owes one for too long; returns whether nobody does.
+
+        The zygote is not asked: it may load a tokenizer for seconds, and without it everything but new workers goes on.
+        """
+        self._watchdog = watchdog
+        late = watchdog.late(now)
+        for child in self.children:
+            if child.name in late:
+                _log.error("%s does not answer, killing it", child.name)
+                child.kill()
+        for name in self._ask_children():
+            watchdog.asked(name, now)
+        return watchdog.feed(now)
+
+    def _answered(self, child: Child) -> None:
+        self._survey.answered(child.name)
+        if self._watchdog is not None:
+            self._watchdog.answered(child.name)
+
+    def _gone(self, child: Child) -> None:
+        if self._watchdog is not None:
+            self._watchdog.gone(child.name)
 
     def tell_tenants(self) -> None:
         """Tell the gateway who is a tenant and by which keys."""
@@ -180,6 +224,31 @@ class Processes:
         else:
             self._wanted.add(tenant)
 
+    def place_worker(self, pid: int, tenant: str) -> None:
+        """See `workers.Neighbours`."""
+        self._kernel.place(pid, f"tenants/{tenant}")
+
+    def tenant_left(self, tenant: str) -> None:
+        """See `workers.Neighbours`."""
+        if tenant not in self._tenants.quotas:
+            self._kernel.tenant_gone(tenant)
+
+    def exit_cause(self, tenant: str, status: int) -> str:
+        """See `workers.Neighbours`."""
+        if status != -signal.SIGKILL:
+            return ""
+        kills = self.usage().get(tenant, TenantUsage()).oom_kills
+        before, self._oom_kills[tenant] = self._oom_kills.get(tenant, 0), kills
+        return ", as it was over its limit 'memory.max'" if kills > before else ""
+
+    def usage(self) -> dict[str, TenantUsage]:
+        """Return what the tenants use, as far as the kernel tells."""
+        try:
+            return self._kernel.usage()
+        except KernelError as exc:
+            _log.warning("%s, ignoring", exc)
+            return {}
+
     def tenant_context(self, quota: Quota) -> TenantContext:
         """See `workers.Neighbours`."""
         salt = cache_salt(self._secret, quota.tenant)
@@ -201,12 +270,32 @@ class Processes:
 
     def _host_started(self) -> None:
         self.engine = EngineChanged(EngineState.STARTING, "", None)
-        run_dir = os.path.join(self._config.paths.run, "engine")
-        os.makedirs(run_dir, mode=0o700, exist_ok=True)
-        self.to_host(StartEngine(msgspec.structs.replace(self._config.engine, run_dir=run_dir)))
+        self._place(self._host, "engine")
+        run_dir, cache_dir = (
+            self._engine_folder(where) for where in (self._config.paths.run, self._config.paths.state)
+        )
+        self.to_host(StartEngine(msgspec.structs.replace(self._config.engine, run_dir=run_dir, cache_dir=cache_dir)))
         self.workers.host_started(self._tenants.quotas)
 
+    def _engine_folder(self, folder: str) -> str:
+        """Make a folder that is the engine's own; returns its path."""
+        path = os.path.join(folder, "engine")
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        account = self._account
+        if account is not None and os.stat(path).st_uid != account.uid:
+            try:
+                os.chown(path, account.uid, account.gid)
+            except OSError as exc:  # the unit gives us no CAP_CHOWN, and makes the usual folders itself
+                _log.error(
+                    "cannot give '%s' to user '%s': %s; do so, or the engine cannot start",
+                    path,
+                    account.name,
+                    exc.strerror,
+                )
+        return path
+
     def _host_ended(self, how: str) -> None:
+        self._gone(self._host)
         self.engine = EngineChanged(EngineState.DEAD, f"the engine host {how}", None)
         self._tell_engine()
 
@@ -220,7 +309,7 @@ class Processes:
             self._tell_engine()
         elif isinstance(message, Statistics):
             self.engine_statistics = message.engine
-            self._survey.answered("engine host")
+            self._answered(self._host)
         else:
             _log.debug("engine channel %d closed: %s", message.channel, message.reason)
 
@@ -239,6 +328,13 @@ class Processes:
     def _engine_status(self) -> EngineStatus:
         is_early = self.engine.state == EngineState.READY and not self.serves
         return EngineStatus(EngineState.STARTING if is_early else self.engine.state)
+
+    def _place(self, child: Child, group: str) -> None:
+        """Put a child that has just been started into its group, before it is told to do anything."""
+        try:
+            self._kernel.place(child.pid, group)
+        except KernelError as exc:
+            _log.error("%s stays in the supervisor's group: %s", child.name, exc)
 
     # the zygote and the workers
 
@@ -279,6 +375,7 @@ class Processes:
     # the gateway
 
     def _gateway_started(self) -> None:
+        self._place(self._gateway, "gateway")
         config = self._config
         settings = GatewaySettings(
             listeners=self._listeners.names,
@@ -296,6 +393,7 @@ class Processes:
         self.workers.gateway_started()
 
     def _gateway_ended(self, _: str) -> None:
+        self._gone(self._gateway)
         self.gateway_is_ready = False
 
     def _gateway_told(self, data: bytes, fds: list[int]) -> None:
@@ -311,7 +409,7 @@ class Processes:
         elif isinstance(message, GatewayStatistics):
             counted = msgspec.structs.asdict(message)
             self.gateway_report = control.GatewayReport(driver=self.gateway_report.driver, **counted)
-            self._survey.answered("gateway")
+            self._answered(self._gateway)
         else:
             self.worker_wanted(message.tenant)
 

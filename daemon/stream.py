@@ -7,7 +7,6 @@ from typing import Protocol
 
 from seedance.daemon.detokenizer import Detokenizer
 from seedance.daemon.doors.errors import ApiError
-from seedance.daemon.ring.driver import Flow
 from seedance.daemon.stop_strings import StopDetokenizer
 from seedance.engine.request import FinishReason, TokenLogprobs
 
@@ -29,19 +28,20 @@ class Sink(Protocol):
 
 
 def _nobody(waiting_bytes: int) -> None:
-    raise AssertionError("nobody said who is told of a plain flow that falls behind")
+    raise AssertionError("nobody said who is told of a bypass that falls behind")
 
 
 class Stream:
     """One generation on its way to one sink; `number` is its name on the engine channel.
 
     A token of `hidden_token_ids` that ends the stream counts, but has no text. `plain` says that a token with a text of
-    its own stands for just that text: nothing is held back before it, nothing is looked for in it. `plain_flow`, if
-    any, takes such a token's frame, which is the same for all streams that have one, past the sink; `fell_behind` is
-    then told how many bytes wait there.
+    its own stands for just that text: nothing is held back before it, nothing is looked for in it. `bypass_fd` is the
+    descriptor of the flow that takes such a token's frame past the sink (see `EngineClient.bypass`), -1 for none.
+    `output_tokens` lacks the tokens that went this way until the stream has left the engine client.
     """
 
     __slots__ = (
+        "bypass_fd",
         "cached_tokens",
         "detokenizer",
         "fell_behind",
@@ -49,7 +49,6 @@ class Stream:
         "number",
         "output_tokens",
         "plain",
-        "plain_flow",
         "sink",
         "stop",
     )
@@ -61,7 +60,7 @@ class Stream:
         self.detokenizer = detokenizer
         self.stop = stop
         self.plain = stop is None and detokenizer.is_plain
-        self.plain_flow: Flow | None = None
+        self.bypass_fd = -1
         self.fell_behind: Callable[[int], None] = _nobody
         self.output_tokens = 0
         self.cached_tokens = 0

@@ -5,11 +5,12 @@ that came from the network.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -17,18 +18,22 @@ from seedance import __version__
 from seedance.daemon import config as configuration
 from seedance.daemon import control, sockets
 from seedance.daemon.config import Config
-from seedance.daemon.notify import notify, watchdog_interval_s
+from seedance.daemon.notify import Watchdog, notify, status_text, watchdog_interval_s
+from seedance.daemon.privileges import find_group
 from seedance.daemon.process import adopt_orphans, age_s
 from seedance.daemon.processes import Options, Processes
 from seedance.daemon.secret import load_secret
 from seedance.daemon.tenants import Changes, TenantTable
-from seedance.errors import ConfigError
+from seedance.daemon.watch import FolderWatch
+from seedance.errors import ConfigError, KernelError
+from seedance.qos.kernel import KernelLimits
 from seedance.qos.limiter import LimiterStatistics
 from seedance.qos.quota import Quota
+from seedance.qos.usage import TenantUsage
 
 _log = logging.getLogger(__name__)
 
-_NOT_APPLIED: Final = "checked, but not applied by this version"
+_GPU_OFF: Final = "checked, but not applied by this version"
 
 
 class Supervisor:
@@ -37,6 +42,7 @@ class Supervisor:
     def __init__(
         self,
         config: Config,
+        kernel: KernelLimits,
         listeners: sockets.Listeners,
         options: Options,
         ready: Callable[[str, list[str]], None] | None = None,
@@ -46,13 +52,16 @@ class Supervisor:
         Raises ConfigError or OSError when the tenants' folder or the state folder cannot be used.
         """
         self._config = config
+        self._kernel = kernel
         self._listeners = listeners
         self._tell_ready = ready
         self._loop = asyncio.get_running_loop()
-        self._tenants = TenantTable(Path(config.paths.tenants), config.classes)
+        self._tenants = TenantTable(Path(config.paths.tenants), config.classes, kernel)
+        self._told_errors: list[ConfigError] | None = None
         self._log_changes(self._tenants.reload())
+        self._log_limits_off()
         secret = load_secret(Path(config.paths.state) / "secret")
-        self._processes = Processes(config, options, listeners, self._tenants, secret, self._changed)
+        self._processes = Processes(config, options, listeners, self._tenants, kernel, secret, self._changed)
         self._announced = False
         self._stop = asyncio.Event()
 
@@ -62,31 +71,52 @@ class Supervisor:
         """Serve until a signal or the control socket says stop; then end everything. Raises KernelError, OSError."""
         adopt_orphans()
         path = Path(self._config.paths.run) / control.SOCKET_NAME
-        server = control.ControlServer(sockets.listen_unix(str(path), 0o600), self._answer)
+        group = find_group(self._config.daemon.group, self._config.path) if self._config.daemon.group else None
+        server = control.ControlServer(control.listen(str(path), group), self._answer, group)
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._stop.set)
         self._loop.add_signal_handler(signal.SIGHUP, self._reload_asked)
         try:
-            await server.start()
-            self._processes.start()
-            self._watchdog()
-            await self._stop.wait()
+            with contextlib.ExitStack() as stack:
+                self._watch(stack)
+                await server.start()
+                self._processes.start()
+                self._start_watchdog()
+                await self._stop.wait()
         finally:
             _log.info("stopping")
             notify(STOPPING=1)
             await self._processes.stop()
             await server.close()
 
-    def _watchdog(self) -> None:
-        interval_s = watchdog_interval_s()
-        if interval_s is not None:
+    def _watch(self, stack: contextlib.ExitStack) -> None:
+        """Take note of changed tenant files and of network devices that come and go."""
+        try:
+            watch = FolderWatch(self._config.paths.tenants, self._loop, self._reload_asked, suffix=".toml")
+        except KernelError as exc:
+            _log.warning("%s: changed tenant files count from the next reload, ignoring", exc)
+        else:
+            stack.callback(watch.close)
+        monitor = self._kernel.monitor
+        if monitor is not None:
+            self._loop.add_reader(monitor.fileno(), monitor.devices_changed)
+            stack.callback(self._loop.remove_reader, monitor.fileno())
+
+    def _start_watchdog(self) -> None:
+        patience_s = watchdog_interval_s()
+        if patience_s is not None:
+            self._feed_watchdog(Watchdog(patience_s), patience_s / 2)
+
+    def _feed_watchdog(self, watchdog: Watchdog, interval_s: float) -> None:
+        """Tell the service manager that we make progress, while we do: this loop turns, and the children answer."""
+        if self._processes.check_progress(self._loop.time(), watchdog):
             notify(WATCHDOG=1)
-            self._loop.call_later(interval_s, self._watchdog)
+        self._loop.call_later(interval_s, self._feed_watchdog, watchdog, interval_s)
 
     def _changed(self) -> None:
         """Tell the service manager how things are, and the first time that all is well, whoever waits for it."""
         engine = self._processes.engine
-        notify(STATUS=f"engine {engine.state}: {engine.detail}".removesuffix(": ").replace("\n", " "))
+        self._tell_status()
         ready = self._processes.serves and self._processes.gateway_is_ready
         if self._announced or not ready or engine.model is None:
             return
@@ -96,6 +126,17 @@ class Supervisor:
         _log.info("ready after %.2f s: model '%s' on %s", age_s(), engine.model.name, ", ".join(names))
         if self._tell_ready is not None:
             self._tell_ready(engine.model.name, names)
+
+    def _tell_status(self) -> None:
+        engine = self._processes.engine
+        text = status_text(
+            f"engine {engine.state}" + (f": {engine.detail}" if engine.detail else ""),
+            tenants=len(self._tenants.quotas),
+            connections=self._processes.gateway_report.held,
+            bad_files=len(self._tenants.errors),
+            off=list(self._kernel.off),
+        )
+        notify(STATUS=text)
 
     # operators
 
@@ -149,9 +190,22 @@ class Supervisor:
         finally:
             if self._announced:
                 notify(READY=1)
+            self._tell_status()
         return changes
 
+    def _log_limits_off(self) -> None:
+        """Say which limits this machine does not keep; what the operator has switched off goes without saying."""
+        if self._config.kernel.limits == "off":
+            return
+        off = self._kernel.off
+        for reason in dict.fromkeys(off.values()):
+            limits = ", ".join(limit for limit in off if off[limit] == reason)
+            _log.warning("off: %s: %s", limits, reason)
+
     def _log_changes(self, changes: Changes) -> None:
+        if not (changes.added or changes.changed or changes.removed) and changes.errors == self._told_errors:
+            return  # somebody has told us, and the folder's watch tells it again
+        self._told_errors = changes.errors
         for error in changes.errors:
             _log.error("%s", error)
         _log.info(
@@ -165,6 +219,7 @@ class Supervisor:
 
     async def _status(self) -> control.StatusReport:
         await self._processes.survey()
+        usage = self._processes.usage()
         engine = self._processes.engine
         return control.StatusReport(
             version=__version__,
@@ -183,12 +238,15 @@ class Supervisor:
                 control.ProcessStatus(name=child.name, pid=child.pid, restarts=child.restarts)
                 for child in self._processes.children
             ],
-            tenants=[self._tenant_status(quota) for quota in self._tenants.quotas.values()],
+            tenants=[self._tenant_status(quota, usage) for quota in self._tenants.quotas.values()],
             bad_files=self._bad_files(),
             limits_off=self._limits_off(),
+            notes=self._kernel.notes,
+            limits=self._kernel.attachments(),
+            listener_settings=self._listeners.settings(),
         )
 
-    def _tenant_status(self, quota: Quota) -> control.TenantStatus:
+    def _tenant_status(self, quota: Quota, usage: Mapping[str, TenantUsage]) -> control.TenantStatus:
         worker = self._processes.workers.current.get(quota.tenant)
         return control.TenantStatus(
             quota=quota,
@@ -198,6 +256,8 @@ class Supervisor:
             connections=self._processes.workers.connections(quota.tenant),
             used=self._processes.workers.used.get(quota.tenant, LimiterStatistics()),
             io=worker.io if worker is not None else None,
+            usage=usage.get(quota.tenant),
+            enforced=self._kernel.enforced(quota.tenant),
         )
 
     def _bad_files(self) -> list[control.BadFile]:
@@ -207,7 +267,7 @@ class Supervisor:
         ]
 
     def _limits_off(self) -> dict[str, str]:
-        off = dict.fromkeys(("cpu", "memory", "network", "gpu"), _NOT_APPLIED)
+        off = self._kernel.off | {"gpu": _GPU_OFF}
         if any(quota.group for quota in self._tenants.quotas.values()):
             off["group"] = "every tenant has a worker of its own in this version"
         if self._processes.marks_off:

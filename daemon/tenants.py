@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
 from seedance.daemon.links import KEYS_PER_MESSAGE, TenantEntry
-from seedance.errors import ConfigError
+from seedance.errors import ConfigError, KernelError
 from seedance.qos.quota import Quota, SchedulingClass, load_directory, tenant_name
 
 # About 800 keys: a quota must fit into one packet of a link, with room to spare.
@@ -28,10 +28,12 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
 def read_files(directory: Path) -> dict[str, str | ConfigError]:
     """Return the text of every `*.toml` of a directory by its path, or what kept it from being read.
 
+    Names that begin with a dot are no tenants': editors keep files of that kind.
+
     Raises ConfigError when the directory itself cannot be listed.
     """
     try:
-        paths = sorted(path for path in directory.iterdir() if path.suffix == ".toml")
+        paths = sorted(path for path in directory.iterdir() if path.suffix == ".toml" and path.name[0] != ".")
     except OSError as exc:
         reason = f"{exc.strerror}; make the directory or set another one in `tenants`"
         raise ConfigError(str(directory), "", reason) from exc
@@ -53,13 +55,26 @@ def _read(path: Path) -> str | ConfigError:
     return text
 
 
-class TenantTable:
-    """The quotas in force, and the number by which the kernel knows each tenant (SO_MARK), fixed while we run."""
+class Limits(Protocol):
+    """What keeps the quotas: `qos.kernel.KernelLimits`."""
 
-    def __init__(self, directory: Path, classes: Mapping[str, SchedulingClass]) -> None:
+    def check(self, quota: Quota, path: str) -> None:
+        """Raise ConfigError when this machine cannot keep a limit of the quota, and the quota insists on it."""
+
+    def apply(self, quotas: Mapping[str, Quota]) -> None:
+        """Put all quotas in force; raises KernelError when that fails, and then nothing has changed."""
+
+    def mark(self, tenant: str) -> int:
+        """Return the number by which the kernel knows the tenant's sockets (SO_MARK)."""
+
+
+class TenantTable:
+    """The quotas in force, in the kernel too."""
+
+    def __init__(self, directory: Path, classes: Mapping[str, SchedulingClass], limits: Limits) -> None:
         self._directory = directory
         self._classes = classes
-        self._marks: dict[str, int] = {}
+        self._limits = limits
         self.quotas: dict[str, Quota] = {}
         self.errors: list[ConfigError] = []
 
@@ -68,21 +83,44 @@ class TenantTable:
 
         Raises ConfigError when the directory cannot be listed; nothing has changed then.
         """
-        loaded = load_directory(read_files(self._directory), self._classes, self.quotas)
-        old, new = self.quotas, loaded.quotas
-        self.quotas, self.errors = new, loaded.errors
-        for name in new:
-            self._marks.setdefault(name, len(self._marks) + 1)
+        loaded = load_directory(read_files(self._directory), self._classes, self.quotas, self._limits.check)
+        old, errors = self.quotas, loaded.errors
+        new = self._put_in_force(old, loaded.quotas, errors)
+        self.quotas, self.errors = new, errors
         return Changes(
             added=sorted(new.keys() - old.keys()),
             changed=sorted(name for name in new.keys() & old.keys() if new[name] != old[name]),
             removed=sorted(old.keys() - new.keys()),
-            errors=loaded.errors,
+            errors=errors,
         )
 
+    def _put_in_force(
+        self, old: Mapping[str, Quota], new: dict[str, Quota], errors: list[ConfigError]
+    ) -> dict[str, Quota]:
+        """Have the kernel keep `new`; where it refuses one tenant's, that tenant stays with what it had.
+
+        Returns what is in force.
+        """
+        try:
+            self._limits.apply(new)
+        except KernelError:
+            pass
+        else:
+            return new
+        in_force = {name: quota for name, quota in old.items() if name in new}
+        for name, quota in new.items():
+            attempt = in_force | {name: quota}
+            try:
+                self._limits.apply(attempt)
+            except KernelError as exc:
+                errors.append(ConfigError(str(self._directory / f"{name}.toml"), "", str(exc)))
+            else:
+                in_force = attempt
+        return in_force
+
     def mark(self, tenant: str) -> int:
-        """Return the tenant's number, from 1; a name that comes back gets its old number."""
-        return self._marks[tenant]
+        """Return the number by which the kernel knows the tenant's sockets (SO_MARK)."""
+        return self._limits.mark(tenant)
 
     def is_kept(self, error: ConfigError) -> bool:
         """Say whether the tenant of a bad file goes on with the quota that it had."""

@@ -48,6 +48,7 @@ from seedance.daemon.ring.driver import DriverStatistics
 from seedance.engine.host_link import Attach, Detach, ToHost
 from seedance.engine.packets import PacketSocket, pair
 from seedance.engine.request import TenantContext
+from seedance.errors import KernelError
 from seedance.qos.limiter import LimiterSnapshot, LimiterStatistics
 from seedance.qos.quota import Quota
 
@@ -73,6 +74,15 @@ class Neighbours(Protocol):
 
     def worker_wanted(self, tenant: str) -> None:
         """Call `Workers.wanted` with the tenant's quota, when there is a zygote and still such a tenant."""
+
+    def place_worker(self, pid: int, tenant: str) -> None:
+        """Put a process under its tenant's limits in the kernel. Raises KernelError."""
+
+    def tenant_left(self, tenant: str) -> None:
+        """Take note that a removed tenant's last worker has ended."""
+
+    def exit_cause(self, tenant: str, status: int) -> str:
+        """Return what is known of why a worker has ended that way: "", or text that begins with a comma."""
 
     def tenant_context(self, quota: Quota) -> TenantContext:
         """Return what the engine is told about a tenant."""
@@ -138,6 +148,7 @@ class Workers:
         self._backoffs: dict[str, Backoff] = {}
         self._not_before_s: dict[str, float] = {}
         self._limiters: dict[str, LimiterSnapshot] = {}
+        self._removed: set[str] = set()  # tenants that are none any more, and still have a worker
         self._survey: Survey | None = None
         self._number = 0
         self._channel = 0
@@ -154,6 +165,7 @@ class Workers:
             self._attach_gateway(worker)
             return
         now = self._loop.time()
+        self._removed.discard(tenant)
         backoff = self._backoffs.setdefault(tenant, Backoff())
         pause_s = self._not_before_s.get(tenant, now) - now
         if pause_s > _LONGEST_WAIT_S:
@@ -222,6 +234,10 @@ class Workers:
         """End the tenant's workers soon, whatever they do."""
         self._limiters.pop(tenant, None)
         self.used.pop(tenant, None)
+        if self._of(tenant):
+            self._removed.add(tenant)
+        else:
+            self._neighbours.tenant_left(tenant)
         for worker in self._of(tenant):
             self._let_go(worker)
             worker.send(Drain(REMOVED_TENANT_DRAIN_S))
@@ -303,10 +319,18 @@ class Workers:
             os.close(pidfd)
             return
         worker.pid, worker.pidfd = report.pid, pidfd
-        if self.current.get(worker.tenant) is worker:
-            self._attach_gateway(worker)
         # Should the zygote end before the worker, the worker becomes our child.
         self._reaper.watch(report.pid, lambda status: self.exited(Exited(report.worker, status)))
+        try:
+            # Before it gets a connection, so before it does anything for the tenant.
+            self._neighbours.place_worker(worker.pid, worker.tenant)
+        except KernelError as exc:
+            _log.error("cannot let the worker of tenant '%s' run: %s", worker.tenant, exc)
+            self._neighbours.to_gateway(WorkerFailed(worker.tenant, "its limits cannot be put in force"))
+            worker.kill()
+            return
+        if self.current.get(worker.tenant) is worker:
+            self._attach_gateway(worker)
 
     def exited(self, report: Exited) -> None:
         """Take the exit status of a worker."""
@@ -316,7 +340,13 @@ class Workers:
         self._reaper.forget(worker.pid)
         self._gone(worker)
         level = logging.DEBUG if worker.leaving and report.status == 0 else logging.ERROR
-        _log.log(level, "worker of tenant '%s', pid %d, %s", worker.tenant, worker.pid, exit_text(report.status))
+        how = exit_text(report.status) + self._neighbours.exit_cause(worker.tenant, report.status)
+        _log.log(
+            level, "worker of tenant '%s', pid %d, %s", worker.tenant, worker.pid, how, extra={"tenant": worker.tenant}
+        )
+        if worker.tenant in self._removed and not self._of(worker.tenant):
+            self._removed.discard(worker.tenant)
+            self._neighbours.tenant_left(worker.tenant)
         self._check_all_gone()
 
     def spawn_failed(self, report: SpawnFailed) -> None:

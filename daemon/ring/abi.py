@@ -56,6 +56,7 @@ SQE_BYTES: Final = 64
 CQE_BYTES: Final = 16
 # opcode flags ioprio fd | off | addr | len op_flags | user_data | buf_group personality splice_fd | addr3 pad
 SQE: Final = struct.Struct("=BBHiQQIIQHHiQQ")
+SQE_FD_AT: Final = 4
 SQE_ADDRESS_AT: Final = 16
 SQE_LENGTH_AT: Final = 24
 CQE: Final = struct.Struct("=QiI")  # user_data, res, flags

@@ -8,7 +8,7 @@ waits, so that the answers to everything that one wake-up brought leave with a s
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -97,6 +97,12 @@ class Driver(Protocol):
 
     def open(self, fd: int, endpoint: Endpoint) -> Flow:
         """Take over a connected stream socket and start reading; the flow owns the descriptor from here."""
+
+    def send_each(self, fds: Sequence[int], frames: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Do as `Flow.send` for many flows, none of them twice: each gets the frame that stands where its `fd` does.
+
+        Returns `fd` and waiting bytes of those that do not keep up.
+        """
 
     def flush(self) -> None:
         """Hand everything that was sent so far to the kernel now."""

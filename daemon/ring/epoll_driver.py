@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from seedance.daemon.ring.driver import DriverStatistics, Endpoint
@@ -202,7 +202,7 @@ class EpollFlow:
         if self._linger is not None:
             self._linger.cancel()
         self._out = self._backlog = None
-        self._driver._flows.discard(self)
+        self._driver._flows.pop(self._socket.fileno(), None)
 
     def _call(self, callback: Callable[..., None], *arguments: bytes) -> None:
         try:
@@ -253,7 +253,7 @@ class EpollDriver:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._flows: set[EpollFlow] = set()
+        self._flows: dict[int, EpollFlow] = {}  # by descriptor
         self._dirty: list[EpollFlow] = []
         self._sends = self._partial_sends = 0
 
@@ -263,8 +263,12 @@ class EpollDriver:
     def open(self, fd: int, endpoint: Endpoint) -> EpollFlow:
         os.set_inheritable(fd, False)
         flow = EpollFlow(self, fd, endpoint)
-        self._flows.add(flow)
+        self._flows[fd] = flow
         return flow
+
+    def send_each(self, fds: Sequence[int], frames: Sequence[bytes]) -> list[tuple[int, int]]:
+        sent = [(fd, self._flows[fd].send(frame)) for fd, frame in zip(fds, frames, strict=True) if fd in self._flows]
+        return [(fd, waiting_bytes) for fd, waiting_bytes in sent if waiting_bytes]
 
     def flush(self) -> None:
         dirty, self._dirty = self._dirty, []
@@ -285,7 +289,7 @@ class EpollDriver:
 
     def close(self) -> None:
         """Close every flow at once, without telling the endpoints."""
-        for flow in list(self._flows):
+        for flow in list(self._flows.values()):
             flow._forget()
             flow._socket.close()
 

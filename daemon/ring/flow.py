@@ -8,14 +8,11 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
-from seedance.daemon.ring import abi
 from seedance.daemon.ring.driver import Endpoint
-from seedance.daemon.ring.operations import KIND_SEND, KIND_SHIFT
 
 OPEN, CLOSING, LINGERING, ENDING, DETACHING, CLOSED = range(6)
 TURN_BYTES: Final = 64 << 10
 """What is sent to a flow in one turn beyond this is its backlog: its owner learns of it, and no copy grows on."""
-_SEND_FLAGS: Final = socket.MSG_NOSIGNAL | socket.MSG_WAITALL | socket.MSG_DONTWAIT
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)  # struct linger
 
 
@@ -44,8 +41,8 @@ class FlowDriver(Protocol):
 class RingFlow:
     """One stream socket on the ring; see `driver.Flow`. What is not in there is for this package alone.
 
-    `number` is the descriptor, `sqe` a send's SQE without address and length, `out` what the next batch takes,
-    `backlog` what comes after it (None: keeping up). `receiving` and `waiting_writable` say what is in flight.
+    `number` is the descriptor, `out` what the next batch takes, `backlog` what comes after it (None: keeping up).
+    `receiving` and `waiting_writable` say what is in flight.
     """
 
     __slots__ = (
@@ -60,7 +57,6 @@ class RingFlow:
         "out",
         "paused",
         "receiving",
-        "sqe",
         "state",
         "tag",
         "waiting_writable",
@@ -81,7 +77,6 @@ class RingFlow:
         self.detached: Callable[[int], None] | None = None
         self.error: OSError | None = None
         self.receiving = self.waiting_writable = self.paused = self.eof = False
-        self.sqe = send_sqe(fd, KIND_SEND << KIND_SHIFT | tag)
 
     @property
     def fd(self) -> int:
@@ -135,12 +130,6 @@ class RingFlow:
             self.state = DETACHING
             self.detached = detached
             self._driver.detach_flow(self)
-
-
-def send_sqe(fd: int, user_data: int, address: int = 0, length: int = 0) -> bytes:
-    """Return the SQE of a send that posts nothing when it is complete."""
-    flags = abi.IOSQE_CQE_SKIP_SUCCESS
-    return abi.SQE.pack(abi.OP_SEND, flags, 0, fd, 0, address, length, _SEND_FLAGS, user_data, 0, 0, 0, 0, 0)
 
 
 @contextlib.contextmanager

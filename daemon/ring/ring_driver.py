@@ -16,7 +16,7 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from seedance.daemon.ring import abi, send_queue
@@ -92,9 +92,13 @@ class RingDriver:
         tag = self._owners.new_tag()
         flow = RingFlow(self, self._mark, fd, endpoint, tag)
         self._owners.put(tag, flow)
+        self._queue.add(flow)
         self._flows += 1
         self.arm_receive(flow)
         return flow
+
+    def send_each(self, fds: Sequence[int], frames: Sequence[bytes]) -> list[tuple[int, int]]:
+        return self._queue.send_each(fds, frames)
 
     def flush(self) -> None:
         self.stage()
@@ -250,6 +254,7 @@ class RingDriver:
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def close_flow(self, flow: RingFlow) -> None:
+        self._queue.hindered.add(flow.number)
         if flow.paused:
             flow.paused = False
             self.arm_receive(flow)
@@ -286,6 +291,7 @@ class RingDriver:
             self.end_flow(flow, None)
 
     def detach_flow(self, flow: RingFlow) -> None:
+        self._queue.hindered.add(flow.number)
         self.cancel_receive(flow)
         self.flush()
         self._release_if_idle(flow)
@@ -298,6 +304,7 @@ class RingDriver:
             return
         flow.state = ENDING
         flow.error = error
+        self._queue.hindered.add(flow.number)
         flow.out = flow.backlog = None
         self._lingering.pop(flow, None)
         self.cancel_receive(flow)
@@ -318,6 +325,7 @@ class RingDriver:
             return
         state, flow.state = flow.state, CLOSED
         self._owners.remove(flow.tag)
+        self._queue.remove(flow)
         self._flows -= 1
         if state == DETACHING:
             assert flow.detached is not None

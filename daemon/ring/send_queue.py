@@ -4,7 +4,8 @@ A batch is up to 256 frames, joined into one pool buffer, and one SQE each. MSG_
 send inside the enter, MSG_WAITALL makes a short send post its count instead of passing for a full one, CQE_SKIP_SUCCESS
 makes a full send post nothing (never without WAITALL: a short send would be lost silently; `check` tries it at start).
 So the common case costs no completion, and its buffer is free when the enter returns. The last batch of a turn is left
-for the enter that waits: one system call a turn.
+for the enter that waits: one system call a turn. What goes to many flows at once (`send_each`) does not wait that long,
+and touches none of them: with thousands of flows each is long out of the processor's cache when its turn comes.
 
 A flow whose socket did not take everything falls behind: the rest is its backlog, everything later is appended to that,
 and it is sent piece by piece as the socket polls writable, until it is empty. One send at most is in flight on a
@@ -19,11 +20,11 @@ import itertools
 import os
 import select
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from seedance.daemon.ring import abi
-from seedance.daemon.ring.flow import CLOSED, ENDING, RingFlow, send_sqe
+from seedance.daemon.ring.flow import CLOSED, ENDING, OPEN, RingFlow
 from seedance.daemon.ring.operations import KIND_SEND, KIND_SHIFT, KIND_WRITABLE, TAG_MASK
 from seedance.daemon.ring.pool import Buffer, BufferPool
 from seedance.daemon.ring.uring import Uring
@@ -33,23 +34,33 @@ BATCH_SENDS: Final = 256
 BATCH_BYTES: Final = 256 << 10
 PIECE_BYTES: Final = 64 << 10
 """Of a backlog at a time: more than a small SO_SNDBUF takes, little to copy in vain."""
+_SEND_FLAGS: Final = socket.MSG_NOSIGNAL | socket.MSG_WAITALL | socket.MSG_DONTWAIT
+_QUADS: Final = abi.SQE_BYTES // 8
+_WORDS: Final = abi.SQE_BYTES // 4
 
 
 class SendQueue:
     """The flows with something to send, and the batch in flight.
 
-    `caught_up` is told of a flow whose backlog is out. Failed flows wait in `failed` until their owner ends them.
+    `caught_up` is told of a flow whose backlog is out. Failed flows wait in `failed` until their owner ends them. In
+    `hindered` are the descriptors of those that must not be sent to past their backlog or end.
     """
 
     __slots__ = (
-        "_batch",
+        "_addresses",
         "_behind",
         "_buffer",
         "_caught_up",
+        "_descriptors",
         "_dirty",
+        "_fds",
+        "_flows",
+        "_lengths",
         "_ring",
         "_sizes",
+        "_sqes",
         "failed",
+        "hindered",
         "partial_sends",
         "pool",
         "sends",
@@ -58,12 +69,20 @@ class SendQueue:
     def __init__(self, ring: Uring, caught_up: Callable[[RingFlow], None]) -> None:
         self._ring = ring
         self._caught_up = caught_up
+        self._flows: list[RingFlow | None] = []  # by descriptor
         self._dirty: list[RingFlow] = []
-        self._batch: list[RingFlow] = []
+        self._fds: Sequence[int] = ()
         self._sizes: list[int] = []
         self._behind: list[RingFlow] = []  # flows that are working off a backlog and not waiting for their socket
         self._buffer: Buffer | None = None
+        # The SQEs of a batch; from one to the next only these columns of them change.
+        self._sqes = memoryview(bytearray().join(send_sqe(KIND_SEND << KIND_SHIFT | at) for at in range(BATCH_SENDS)))
+        words = self._sqes.cast("I")
+        self._descriptors = words[abi.SQE_FD_AT // 4 :: _WORDS]
+        self._lengths = words[abi.SQE_LENGTH_AT // 4 :: _WORDS]
+        self._addresses = self._sqes.cast("Q")[abi.SQE_ADDRESS_AT // 8 :: _QUADS]
         self.pool = BufferPool(2, BATCH_BYTES)
+        self.hindered: set[int] = set()
         self.failed: list[tuple[RingFlow, OSError]] = []
         self.sends = 0
         self.partial_sends = 0
@@ -77,6 +96,40 @@ class SendQueue:
     def in_flight(self) -> bool:
         """Whether SQEs of a batch may still name descriptors."""
         return self._buffer is not None
+
+    def add(self, flow: RingFlow) -> None:
+        """Take a new flow."""
+        self._flows += [None] * (flow.number + 1 - len(self._flows))
+        self._flows[flow.number] = flow
+
+    def remove(self, flow: RingFlow) -> None:
+        """Forget a flow, whose descriptor is about to be another's."""
+        self._flows[flow.number] = None
+        self.hindered.discard(flow.number)
+
+    def send_each(self, fds: Sequence[int], frames: Sequence[bytes]) -> list[tuple[int, int]]:
+        """See `driver.Driver`."""
+        left: list[tuple[int, int]] = []
+        hindered = self.hindered
+        if self._dirty:
+            hindered = hindered | {flow.number for flow in self._dirty}
+        if hindered and not hindered.isdisjoint(fds):
+            free = [fd not in hindered for fd in fds]
+            left = [(fd, self._send(fd, frame)) for fd, frame in zip(fds, frames, strict=True) if fd in hindered]
+            fds, frames = list(itertools.compress(fds, free)), list(itertools.compress(frames, free))
+        for at in range(0, len(fds), BATCH_SENDS):
+            batch = fds[at : at + BATCH_SENDS], frames[at : at + BATCH_SENDS]
+            data = b"".join(batch[1])
+            if len(data) <= BATCH_BYTES:
+                self._push(*batch, data)
+                self.finish()
+            else:
+                left += [(fd, self._send(fd, frame)) for fd, frame in zip(*batch, strict=True)]
+        return [(fd, waiting_bytes) for fd, waiting_bytes in left if waiting_bytes]
+
+    def _send(self, fd: int, frame: bytes) -> int:
+        flow = self._flows[fd]
+        return 0 if flow is None else flow.send(frame)
 
     def stage(self) -> bool:
         """Turn everything that waits to be sent into SQEs; the last batch is left for the coming enter.
@@ -114,41 +167,43 @@ class SendQueue:
         if len(data) > BATCH_BYTES:
             frames = self._cut(batch, frames)
             data = b"".join(frames)
+        self._push([flow.number for flow in batch], frames, data)
+
+    def _push(self, fds: Sequence[int], frames: Sequence[bytes], data: bytes) -> None:
+        """Write the SQEs of a batch; `data` is the frames, joined."""
         buffer = self.pool.lend()
-        assert buffer is not None  # one batch at a time is in flight
+        assert buffer is not None and self._buffer is None  # one batch at a time is in flight
         buffer.fill(data)
-        self.pool.give_to_kernel(buffer, len(batch))
-        # Each flow has its SQE at hand, but for address and length; those are written for all at once.
+        count = len(fds)
+        self.pool.give_to_kernel(buffer, count)
         sizes = list(map(len, frames))
-        addresses = list(itertools.accumulate(sizes[:-1], initial=buffer.address))
-        sqes = bytearray().join([flow.sqe for flow in batch])
-        with memoryview(sqes) as view, view.cast("Q") as quads, view.cast("I") as words:
-            quads[abi.SQE_ADDRESS_AT // 8 :: abi.SQE_BYTES // 8] = memoryview(array.array("Q", addresses))
-            words[abi.SQE_LENGTH_AT // 4 :: abi.SQE_BYTES // 4] = memoryview(array.array("I", sizes))
-        self._ring.push_packed(sqes)
-        self._batch, self._sizes, self._buffer = batch, sizes, buffer
-        self.sends += len(batch)
+        self._descriptors[:count] = memoryview(array.array("I", fds))
+        self._lengths[:count] = memoryview(array.array("I", sizes))
+        addresses = itertools.accumulate(sizes[:-1], initial=buffer.address)
+        self._addresses[:count] = memoryview(array.array("Q", addresses))
+        self._ring.push_packed(self._sqes[: count * abi.SQE_BYTES])
+        self._fds, self._sizes, self._buffer = fds, sizes, buffer
+        self.sends += count
 
     def settle(self, completions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         """Account for the batch that the last enter submitted; return the completions that are not sends'.
 
         Must come before anything else is sent, so that what a socket did not take stays ahead of what follows.
         """
-        batch, buffer = self._batch, self._buffer
+        buffer = self._buffer
         if buffer is None:
             return completions
-        self._batch, self._buffer = [], None
+        self._buffer = None
         others = [entry for entry in completions if entry[0] >> KIND_SHIFT != KIND_SEND]
         if len(others) != len(completions):
-            positions = {flow.tag: at for at, flow in enumerate(batch)}
-            starts = [0]
-            for size in self._sizes:
-                starts.append(starts[-1] + size)
+            starts = [0, *itertools.accumulate(self._sizes)]
             for user_data, result, _ in completions:
                 if user_data >> KIND_SHIFT == KIND_SEND:
-                    at = positions[user_data & TAG_MASK]
-                    self._fell_short(batch[at], result, buffer.read(starts[at] + max(result, 0), starts[at + 1]))
-        self.pool.complete(buffer, len(batch))
+                    at = user_data & TAG_MASK
+                    flow = self._flows[self._fds[at]]
+                    if flow is not None:
+                        self._fell_short(flow, result, buffer.read(starts[at] + max(result, 0), starts[at + 1]))
+        self.pool.complete(buffer, len(self._fds))
         if self._behind:
             behind, self._behind = self._behind, []
             for flow in behind:
@@ -165,6 +220,7 @@ class SendQueue:
             self.failed.append((flow, OSError(-result, os.strerror(-result))))
             return
         self.partial_sends += 1
+        self.hindered.add(flow.number)
         if flow.backlog is None:
             flow.backlog = bytearray(rest)
         else:
@@ -180,12 +236,13 @@ class SendQueue:
             if len(frame) > part:
                 if flow.backlog is None:
                     flow.backlog = bytearray()
-                    self._behind.append(flow)
+                    self.fall_behind(flow)
                 flow.backlog[:0] = frame[part:]
         return [frame[:part] for frame in frames]
 
     def fall_behind(self, flow: RingFlow) -> None:
         """Go on with a backlog once what is before it is out."""
+        self.hindered.add(flow.number)
         self._behind.append(flow)
 
     def work_off(self, flow: RingFlow) -> None:
@@ -199,7 +256,15 @@ class SendQueue:
             self._behind.append(flow)
         else:
             flow.backlog = None
+            if flow.state == OPEN:
+                self.hindered.discard(flow.number)
             self._caught_up(flow)
+
+
+def send_sqe(user_data: int, fd: int = 0, address: int = 0, length: int = 0) -> bytes:
+    """Return the SQE of a send that posts nothing when it is complete."""
+    flags = abi.IOSQE_CQE_SKIP_SUCCESS
+    return abi.SQE.pack(abi.OP_SEND, flags, 0, fd, 0, address, length, _SEND_FLAGS, user_data, 0, 0, 0, 0, 0)
 
 
 def check(ring: Uring) -> None:
@@ -213,7 +278,7 @@ def check(ring: Uring) -> None:
         pool.give_to_kernel(buffer, 2)
         results = []
         for size in (1, buffer.size):
-            ring.push_packed(send_sqe(ours.fileno(), KIND_SEND << KIND_SHIFT, buffer.address, size))
+            ring.push_packed(send_sqe(KIND_SEND << KIND_SHIFT, ours.fileno(), buffer.address, size))
             ring.submit()
             pool.complete(buffer)
             results.append([result for _, result, _ in ring.completions()])

@@ -139,7 +139,7 @@ class Uring:
         )
         self._tail += 1
 
-    def push_packed(self, sqes: bytes | bytearray) -> None:
+    def push_packed(self, sqes: bytes | memoryview) -> None:
         """Append whole SQEs, packed back to back; at most half a queue of them at once."""
         count = len(sqes) // abi.SQE_BYTES
         if self._tail - self._submitted + count > self._entries:
@@ -169,11 +169,13 @@ class Uring:
         """Submit, and wait until something completes, the time is over or a signal comes; other threads run on."""
         if timeout_s is None:
             self._enter(abi.enter_waiting, 1, abi.ENTER_GETEVENTS, None, 0)
-            return
-        seconds, nanoseconds = divmod(int(timeout_s * 1e9), 1_000_000_000)
-        # struct io_uring_getevents_arg, its timespec right behind it
-        abi.WAIT_ARGUMENT.pack_into(self._wait, 0, 0, 0, 0, self._wait_address + 24, seconds, nanoseconds)
-        self._enter(abi.enter_waiting, 1, abi.ENTER_GETEVENTS | abi.ENTER_EXT_ARG, self._wait_address, 24)
+        else:
+            seconds, nanoseconds = divmod(int(timeout_s * 1e9), 1_000_000_000)
+            # struct io_uring_getevents_arg, its timespec right behind it
+            abi.WAIT_ARGUMENT.pack_into(self._wait, 0, 0, 0, 0, self._wait_address + 24, seconds, nanoseconds)
+            self._enter(abi.enter_waiting, 1, abi.ENTER_GETEVENTS | abi.ENTER_EXT_ARG, self._wait_address, 24)
+        if self._tail != self._submitted:  # a signal came before, or there was no memory for all of them
+            self.submit()
 
     def _enter(self, call: abi.EnterFunction, wait_for: int, flags: int, argument: int | None, size: int) -> None:
         self._ring_u32[self._sq_tail_at] = self._tail & _U32

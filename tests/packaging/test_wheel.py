@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -17,7 +16,6 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 SOURCE: Final = ROOT / "src" / "seedance"
 FOLDERS: Final = ("bpf", "daemon", "engine", "qos")
 FILES: Final = ("__init__.py", "errors.py", "py.typed")
-SHIPPED: Final = (*FOLDERS, "src", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md")
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -26,29 +24,6 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     )
     assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
     return result.stdout
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build in a copy that also has what a careless build would pick up: a stale `build/` with a deleted module."""
-    checkout = tmp_path_factory.mktemp("checkout")
-    for name in SHIPPED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name,
-                checkout / name,
-                symlinks=True,
-                ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
-            )
-        elif (ROOT / name).exists():
-            shutil.copy(ROOT / name, checkout)
-    stale = checkout / "build" / "lib" / "seedance" / "deleted.py"
-    stale.parent.mkdir(parents=True)
-    stale.touch()
-    out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--outdir", out, checkout, cwd=out)
-    (built,) = out.glob("*.whl")
-    return built
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ _CONFIG: dict[str, dict[str, Any]] = {
     "paths": {"state": "state", "run": "run", "tenants": "tenants.d"},
     "engine": {"kind": "synthetic"},
     "engine.synthetic": {"tokens_per_s": 200},
+    "kernel": {"limits": "off"},
     "worker": {},
     "http": {},
 }

@@ -68,6 +68,11 @@ class FakeDriver:
         self.flows.append(FakeFlow(fd, endpoint))
         return self.flows[-1]
 
+    def send_each(self, fds: Sequence[int], frames: Sequence[bytes]) -> list[tuple[int, int]]:
+        flows = {flow.fd: flow for flow in self.flows}
+        sent = [(fd, flows[fd].send(frame)) for fd, frame in zip(fds, frames, strict=True)]
+        return [(fd, waiting_bytes) for fd, waiting_bytes in sent if waiting_bytes]
+
     def flush(self) -> None:
         pass
 

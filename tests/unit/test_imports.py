@@ -18,7 +18,13 @@ HEAVY: Final = frozenset(("torch", "transformers", "vllm"))
 HEAVY_ALLOWED: Final = frozenset(("seedance.engine.gguf", "seedance.engine.vllm_core"))
 """These run in the engine's own process (or before there is one), and nobody imports them."""
 
-PURE: Final = ("seedance.daemon.doors", "seedance.daemon.protocol", "seedance.engine.request", "seedance.qos")
+# fmt: off
+PURE: Final = (
+    "seedance.daemon.doors", "seedance.daemon.protocol", "seedance.engine.request", "seedance.qos.limiter",
+    "seedance.qos.plan", "seedance.qos.quota", "seedance.qos.settings", "seedance.qos.toml", "seedance.qos.units",
+    "seedance.qos.usage",
+)
+# fmt: on
 """What decides: packages and modules without input, output or clock."""
 
 # fmt: off

@@ -9,6 +9,7 @@ import random
 import resource
 import socket
 import threading
+from functools import partial
 
 import pytest
 from support.sockets import Recorder, Rig, read_all, read_exactly, tcp_pair
@@ -78,6 +79,65 @@ def test_more_flows_than_one_batch_holds(any_rig: Rig) -> None:
         await any_rig.turns()
         for number, (_, _, peer) in enumerate(flows):
             assert peer.recv(16) == b"%d." % number
+
+    any_rig.run(main)
+
+
+def test_a_frame_to_each_of_many_flows(any_rig: Rig) -> None:
+    async def main() -> None:
+        flows = [any_rig.flow() for _ in range(700)]
+        fds = [flow.fd for flow, _, _ in flows]
+        for step in range(3):
+            assert any_rig.driver.send_each(fds, [b"%d.%d" % (step, number) for number in range(700)]) == []
+            await any_rig.turns()
+            for number, (_, _, peer) in enumerate(flows):
+                assert peer.recv(16) == b"%d.%d" % (step, number)
+
+    any_rig.run(main)
+
+
+def test_a_frame_to_each_keeps_the_order_of_its_flow(any_rig: Rig) -> None:
+    async def main() -> None:
+        flows = [any_rig.flow() for _ in range(4)]
+        fds = [flow.fd for flow, _, _ in flows]
+        flows[1][0].send(b"before ")
+        flows[3][0].close()
+        assert any_rig.driver.send_each(fds, [b"now"] * 4) == []
+        assert any_rig.driver.send_each(fds[:2], [b" and again"] * 2) == []
+        flows[0][0].send(b" after")
+        await any_rig.turns()
+        expected = [b"now and again after", b"before now and again", b"now", b""]
+        for (_, _, peer), text in zip(flows, expected, strict=True):
+            assert await any_rig.in_thread(partial(peer.recv, len(text) or 1)) == text
+
+    any_rig.run(main)
+
+
+def test_a_frame_to_each_of_which_some_do_not_keep_up(any_rig: Rig) -> None:
+    async def main() -> None:
+        flows = [any_rig.flow(send_buffer=8192) for _ in range(3)]
+        fds = [flow.fd for flow, _, _ in flows]
+        frames = [BIG[at : at + 6000] for at in range(0, 600_000, 6000)]
+        reading = [any_rig.in_thread(partial(read_exactly, peer, 600_000)) for _, _, peer in flows[1:]]
+        waiting: dict[int, int] = {}
+        for frame in frames:
+            waiting |= dict(any_rig.driver.send_each(fds, [frame] * 3))
+            await asyncio.sleep(0.001)
+        assert waiting[fds[0]] == flows[0][0].backlog_bytes > 400_000
+        assert await asyncio.gather(*reading) == [BIG[:600_000]] * 2
+        assert await any_rig.in_thread(lambda: read_exactly(flows[0][2], 600_000)) == BIG[:600_000]
+
+    any_rig.run(main)
+
+
+def test_large_frames_to_each(any_rig: Rig) -> None:
+    async def main() -> None:
+        flows = [any_rig.flow() for _ in range(40)]
+        frames = [BIG[number : number + 30_000] for number in range(40)]
+        any_rig.driver.send_each([flow.fd for flow, _, _ in flows], frames)
+        await any_rig.turns()
+        for (_, _, peer), frame in zip(flows, frames, strict=True):
+            assert await any_rig.in_thread(partial(read_exactly, peer, 30_000)) == frame
 
     any_rig.run(main)
 

@@ -8,12 +8,14 @@ import socket
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from seedance.daemon.config import (
     SCHEMA,
     Address,
     Config,
+    DaemonConfig,
     HttpConfig,
     ListenConfig,
     PathsConfig,
@@ -21,9 +23,11 @@ from seedance.daemon.config import (
     load,
     parse,
 )
+from seedance.daemon.network_settings import NetworkSettings
 from seedance.engine.settings import EngineSettings, SyntheticSettings
 from seedance.errors import ConfigError
 from seedance.qos.quota import BUILT_IN_CLASSES
+from seedance.qos.settings import KernelSettings
 
 PATH = "/etc/seedance/seedanced.toml"
 
@@ -31,6 +35,19 @@ FULL = """
 [listen]
 tcp = ["0.0.0.0:0", "[::]:8080"]
 unix = "run/seedance.sock"
+congestion = "cubic"
+nodelay = false
+busy_poll = "50us"
+notsent_lowat = "auto"
+send_buffer = "256KiB"
+receive_buffer = "1MiB"
+keepalive = "10s"
+user_timeout = "1500ms"
+backlog = 128
+[listen.at."[::]:8080"]
+busy_poll = 0
+keepalive = 0
+send_buffer = "auto"
 [paths]
 state = "/srv/state"
 run = "run"
@@ -65,6 +82,20 @@ head_timeout = "1s"
 body_timeout = 2
 idle_timeout = "3s"
 ping_interval = "500ms"
+[daemon]
+user = "seedance"
+group = "adm"
+[kernel]
+limits = "best_effort"
+name = "other"
+cgroup = "/sys/fs/cgroup/other"
+bpffs = "/run/bpf/"
+devices = ["eth0", "lo"]
+horizon = "500ms"
+connections = 2.5
+connections_burst = 10
+cuda_library = "/usr/lib/libcuda.so.1"
+observe = false
 [classes.night]
 weight = 5
 tokens = { streams = 2 }
@@ -75,9 +106,26 @@ per_minute = 10
 
 def test_full_file() -> None:
     config = parse(FULL, PATH)
-    assert config.listen == ListenConfig(
-        tcp=(Address("0.0.0.0", 0), Address("::", 8080)), unix="/etc/seedance/run/seedance.sock"
+    everywhere = NetworkSettings(
+        congestion="cubic",
+        nodelay=False,
+        busy_poll_us=50,
+        notsent_lowat_bytes=0,
+        send_buffer_bytes=256 << 10,
+        receive_buffer_bytes=1 << 20,
+        keepalive_s=10,
+        user_timeout_ms=1500,
+        backlog=128,
     )
+    there = msgspec.structs.replace(everywhere, busy_poll_us=0, keepalive_s=0, send_buffer_bytes=0)
+    assert config.listen == ListenConfig(
+        tcp=(Address("0.0.0.0", 0), Address("::", 8080)),
+        unix="/etc/seedance/run/seedance.sock",
+        at={"[::]:8080": there},
+        **msgspec.structs.asdict(everywhere),
+    )
+    assert config.listen.settings_at("[::]:8080") == there
+    assert config.listen.settings_at("0.0.0.0:8000") == config.listen
     assert config.paths == PathsConfig(state="/srv/state", run="/etc/seedance/run", tenants="/etc/tenants")
     assert config.engine == EngineSettings(
         kind="vllm",
@@ -108,6 +156,19 @@ def test_full_file() -> None:
         max_backlog_bytes=64 << 10,
     )
     assert config.http == HttpConfig(head_timeout_s=1.0, body_timeout_s=2.0, idle_timeout_s=3.0, ping_interval_s=0.5)
+    assert config.daemon == DaemonConfig(user="seedance", group="adm")
+    assert config.kernel == KernelSettings(
+        limits="best_effort",
+        name="other",
+        cgroup="/sys/fs/cgroup/other",
+        bpffs="/run/bpf",
+        devices=("eth0", "lo"),
+        horizon_s=0.5,
+        connections_per_s=2.5,
+        connections_burst=10,
+        cuda_library="/usr/lib/libcuda.so.1",
+        observe=False,
+    )
     assert config.classes.keys() == {"gold", "silver", "bronze", "night"}
     assert (config.classes["night"].weight, config.classes["night"].defaults) == (5, {"tokens": {"streams": 2}})
     assert config.classes["gold"].defaults == {"tokens": {"streams": 256}, "requests": {"per_minute": 10}}
@@ -115,7 +176,14 @@ def test_full_file() -> None:
 
 def test_every_key_is_read_and_documented() -> None:
     given = tomllib.loads(FULL)
-    documents = {"listen": ListenConfig, "paths": PathsConfig, "worker": WorkerConfig, "http": HttpConfig}
+    documents = {
+        "listen": ListenConfig,
+        "paths": PathsConfig,
+        "daemon": DaemonConfig,
+        "kernel": KernelSettings,
+        "worker": WorkerConfig,
+        "http": HttpConfig,
+    }
     for section, keys in SCHEMA.items():
         if section == "classes":
             continue
@@ -123,6 +191,8 @@ def test_every_key_is_read_and_documented() -> None:
         assert given[section].keys() == keys.keys()
         document = documents.get(section, Config).__doc__
         assert document is not None
+        if section == "listen":
+            document += str(NetworkSettings.__doc__)
         for key in (*keys, *keys.get("synthetic", ())):
             assert re.search(rf"(^|\.)\s*{key}\b", document, re.MULTILINE), key
 
@@ -170,6 +240,14 @@ def test_model_names_and_paths(model: str, expected: str, name: str) -> None:
         ("[engine.synthetic]\ntokens_per_s = -1", "engine.synthetic.tokens_per_s", "from 0 to 1000000000"),
         ("[engine.synthetic]\ntokens_per_s = nan", "engine.synthetic.tokens_per_s", "from 0"),
         ("[engine.synthetic]\neos_probability = '101%'", "engine.synthetic.eos_probability", '"100%" at most'),
+        ("[kernel]\nlimits = 'on'", "kernel.limits", "one of required, best_effort, off"),
+        ("[kernel]\nname = 'a/b'", "kernel.name", "as a name"),
+        ("[kernel]\ncgroup = 'seedance'", "kernel.cgroup", "write a whole path"),
+        ("[kernel]\ndevices = 'eth0'", "kernel.devices", 'write e.g. ["eth0", "lo"]'),
+        ("[kernel]\ndevices = ['a/b']", "kernel.devices", 'write e.g. ["eth0", "lo"]'),
+        ("[kernel]\nhorizon = 0", "kernel.horizon", "cannot"),
+        ("[kernel]\nconnections = 0", "kernel.connections", '"unlimited"'),
+        ("[kernel]\nconnections_burst = 0", "kernel.connections_burst", "cannot"),
         ("[listen]\ntcp = '127.0.0.1:8000'", "listen.tcp", 'write e.g. ["127.0.0.1:8000"]'),
         ("[listen]\ntcp = ['localhost:8000']", "listen.tcp", 'cannot read "localhost:8000" as an address'),
         ("[listen]\ntcp = ['::1:8000']", "listen.tcp", '"[::1]:8000"'),
@@ -180,6 +258,18 @@ def test_model_names_and_paths(model: str, expected: str, name: str) -> None:
         ("[listen]\ntcp = [8000]", "listen.tcp", "cannot read 8000 as an address"),
         ("[listen]\ntcp = ['127.0.0.1:80', '127.0.0.1:80']", "listen.tcp", "twice"),
         ("[engine]\nkind = 'synthetic'\n[listen]\ntcp = []", "listen", "without a place to listen"),
+        ("[listen]\ncongestion = 'BBR 2'", "listen.congestion", 'write e.g. "bbr"'),
+        ("[listen]\nbusy_poll = '1s'", "listen.busy_poll", 'from "1us" to "10000us"'),
+        ("[listen]\nnotsent_lowat = 100", "listen.notsent_lowat", 'write "auto", or from "1KiB"'),
+        ("[listen]\nsend_buffer = 'small'", "listen.send_buffer", "as a size"),
+        ("[listen]\nreceive_buffer = '2GiB'", "listen.receive_buffer", 'to "1GiB"'),
+        ("[listen]\nkeepalive = '2s'", "listen.keepalive", 'write "0s" for none, or something from "3s"'),
+        ("[listen]\nuser_timeout = '1ms'", "listen.user_timeout", 'from "1s"'),
+        ("[listen]\nbacklog = 0", "listen.backlog", "from 1"),
+        ("[listen]\nsend_bufer = 0", "listen.send_bufer", "did you mean 'send_buffer'?"),
+        ("[listen.at.'localhost:80']", 'listen.at."localhost:80"', "as an address"),
+        ("[listen.at.'127.0.0.1:80']\ntcp = []", 'listen.at."127.0.0.1:80".tcp', "unknown key"),
+        ("[listen.at]\n'127.0.0.1:80' = 1", 'listen.at."127.0.0.1:80"', "a table belongs"),
         (f"[listen]\nunix = '/{'x' * 107}'", "listen.unix", "over 107 bytes"),
         ("[paths]\ntenants = 3", "paths.tenants", "cannot take 3"),
         ("[worker]\nidle_timeout = 0", "worker.idle_timeout", "above zero"),

@@ -245,14 +245,41 @@ def test_a_sink_that_gives_up_in_mid_batch_is_left_alone() -> None:
 def test_plain_tokens_of_a_plain_flow_go_past_the_sink() -> None:
     scene = Scene()
     stream, sink = scene.stream()
-    flow = FakeFlow(20, scene.client)
+    flow = scene.driver.open(20, scene.client)
+    assert isinstance(flow, FakeFlow)
     behind: list[int] = []
-    stream.plain_flow, stream.fell_behind = flow, behind.append
+    scene.client.bypass(stream, 20, behind.append)
     [a], pieces = ids("a"), list("é".encode())
     for token in (a, a, *pieces, a, TOKENIZER.vocabulary.size + 5):
         scene.say(Batch([], pack_singles([stream.number, token])))
     # Made once by way of the sink, which frames it itself; then sent as it is.
-    assert (sink.text, bytes(flow.sent), stream.output_tokens) == ("aé", b"<a><a>", 6)
+    assert (sink.text, bytes(flow.sent)) == ("aé", b"<a><a>")
     flow.waiting_bytes = 99
     scene.say(Batch([], pack_singles([stream.number, a])))
     assert behind == [99]
+    scene.say(Batch([Delta(stream.number, [], FinishReason.LENGTH)]))
+    assert (sink.end, stream.output_tokens) == (FinishReason.LENGTH, 7)
+
+
+def test_tokens_past_the_sink_are_those_of_their_stream() -> None:
+    scene = Scene()
+    [a] = ids("a")
+    behind: list[int] = []
+    first, second = scene.stream()[0], scene.stream()[0]
+    for stream, fd in ((first, 20), (second, 30)):
+        scene.driver.open(fd, scene.client)
+        scene.client.bypass(stream, fd, behind.append)
+    for _ in range(3):
+        scene.say(Batch([], pack_singles([first.number, a, second.number, a])))
+    scene.client.abort([first])
+    scene.say(Batch([], pack_singles([first.number, a, second.number, a])))
+    third = scene.stream()[0]
+    scene.client.bypass(third, 20, behind.append)
+    scene.say(Batch([], pack_singles([second.number, a, third.number, a])))
+    scene.client.end_all(ApiError("internal", "over"))
+    assert [stream.output_tokens for stream in (first, second, third)] == [3, 5, 1]
+    assert scene.limiter.statistics().output_tokens == 9
+    scene.client.bypass(third, 20, behind.append)  # it has ended
+    # The first frame is made as its text goes to the sink.
+    assert [bytes(flow.sent) for flow in scene.driver.flows[1:]] == [b"<a><a><a>", b"<a><a><a><a><a>"]
+    assert behind == []

@@ -8,13 +8,14 @@ import pytest
 
 from seedance.daemon import config, example, hints
 from seedance.daemon.keys import KeyTable
-from seedance.daemon.tenants import TenantTable
+from seedance.daemon.tenants import read_files
+from seedance.qos.quota import Loaded, load_directory
 
 
-def _tables(folder: Path) -> tuple[config.Config, TenantTable]:
+def _tables(folder: Path) -> tuple[config.Config, Loaded]:
     loaded = config.load(str(folder / example.CONFIG_FILE))
-    table = TenantTable(Path(loaded.paths.tenants), loaded.classes)
-    assert table.reload().errors == []
+    table = load_directory(read_files(Path(loaded.paths.tenants)), loaded.classes)
+    assert table.errors == []
     return loaded, table
 
 

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seedance.daemon.keys import KeyTable, add_key_to_file, hash_key, is_key_subprotocol, key_of, new_key
+from seedance.daemon.keys import (
+    KeyTable,
+    add_key_to_file,
+    hash_key,
+    is_key_subprotocol,
+    key_of,
+    new_key,
+    remove_key_from_file,
+)
 from seedance.errors import ConfigError
 from seedance.qos.quota import Quota, load
 
@@ -169,3 +177,60 @@ def test_any_layout_of_the_list_is_edited_in_place(
     assert tomllib.loads(edited) == expected
     for comment in ("# head", "# a ] comment, \"'", "# end"):
         assert edited.count(comment) == text.count(comment)
+
+
+@pytest.mark.parametrize(
+    ("text", "after"),
+    [
+        (f'keys = ["{A}"]\n', "keys = []\n"),
+        (f'keys = ["{A}", "{B}"]\n', f'keys = ["{B}"]\n'),
+        (f'keys = ["{B}", "{A}"]\n', f'keys = ["{B}"]\n'),
+        (f'keys = ["{B}", "{A}", "{C}"]\n', f'keys = ["{B}", "{C}"]\n'),
+        (f"keys = ['{A}',]\n", "keys = []\n"),
+        (f'# x\n"keys" = [ "{A}" ] # y\n[cpu]\nmax = "1%"\n', '# x\n"keys" = [  ] # y\n[cpu]\nmax = "1%"\n'),
+        (
+            f'keys = [\n    "{B}",  # laptop\n    "{A}",  # phone\n    "{C}",\n]\n',
+            f'keys = [\n    "{B}",  # laptop\n    "{C}",\n]\n',
+        ),
+        (f'keys = [\n    "{B}",\n    "{A}"\n]\n', f'keys = [\n    "{B}",\n]\n'),
+        (f'keys = [\r\n  "{A}",\r\n  "{B}",\r\n]\r\n', f'keys = [\r\n  "{B}",\r\n]\r\n'),
+        (f'keys = [\n  # "{A}"\n  "{B}",\n  "{A}",\n]\n', f'keys = [\n  # "{A}"\n  "{B}",\n]\n'),
+        (f'keys = ["{B}"]\n', f'keys = ["{B}"]\n'),
+        ("", ""),
+    ],
+)
+def test_a_key_is_taken_out_and_the_rest_stays(text: str, after: str) -> None:
+    assert remove_key_from_file(text, A) == after
+
+
+def test_a_layout_that_is_not_understood_is_left_to_a_person() -> None:
+    with pytest.raises(ConfigError, match="by hand"):
+        remove_key_from_file(f'keys = ["\\u0073{A[1:]}"]\n', A, "t.toml")
+
+
+def test_a_list_of_the_same_name_in_a_table_is_not_the_keys() -> None:
+    text = f'[cpu]\nkeys = ["{A}"]\n'
+    assert remove_key_from_file(text, A, "t.toml") == text
+
+
+def test_a_file_that_is_no_toml_keeps_its_keys() -> None:
+    with pytest.raises(ConfigError, match="TOML"):
+        remove_key_from_file("[[", A, "t.toml")
+
+
+@given(
+    hashes=st.lists(st.sampled_from([A, B, C]), unique=True, min_size=1),
+    separator=st.sampled_from([", ", ",", " , ", ",\n  ", ',  # a ] " comment\n  ', "\n,\n"]),
+    ends=st.sampled_from([("[", "]"), ("[ ", " ]"), ("[\n  ", ",\n]"), ("[", ",]"), ("[ # [\n", "\n]")]),
+    quote=st.sampled_from("\"'"),
+    data=st.data(),
+)
+def test_adding_undoes_removing(
+    hashes: list[str], separator: str, ends: tuple[str, str], quote: str, data: st.DataObject
+) -> None:
+    text = "keys = " + ends[0] + separator.join(quote + entry + quote for entry in hashes) + ends[1] + "\nclass = 'x'\n"
+    chosen = data.draw(st.sampled_from(hashes))
+    after = remove_key_from_file(text, chosen)
+    assert tomllib.loads(after) == {"keys": [entry for entry in hashes if entry != chosen], "class": "x"}
+    assert chosen not in after
+    assert set(tomllib.loads(add_key_to_file(after, chosen))["keys"]) == set(hashes)

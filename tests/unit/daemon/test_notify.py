@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from seedance.daemon.notify import notify, watchdog_interval_s
+from seedance.daemon.notify import Watchdog, notify, status_text, watchdog_interval_s
 
 
 @pytest.mark.parametrize("abstract", [False, True])
@@ -45,3 +45,50 @@ def test_a_watchdog_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", "20000000")
     monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
     assert watchdog_interval_s() == 10
+
+
+def test_a_daemon_whose_processes_answer_is_fed() -> None:
+    watchdog = Watchdog(10)
+    assert watchdog.feed(0)
+    for turn in range(5):
+        now = turn * 5.0
+        assert watchdog.feed(now)
+        watchdog.asked("gateway", now)
+        watchdog.asked("engine host", now)
+        watchdog.answered("gateway")
+        watchdog.answered("engine host")
+    assert watchdog.late(1e9) == []
+
+
+def test_one_that_owes_an_answer_for_too_long_is_late() -> None:
+    watchdog = Watchdog(10)
+    watchdog.asked("zygote", 100)
+    watchdog.asked("gateway", 100)
+    watchdog.asked("gateway", 109)  # a later question does not make the debt younger
+    assert watchdog.feed(110)
+    assert not watchdog.feed(110.1)
+    assert watchdog.late(110.1) == ["gateway", "zygote"]
+    watchdog.answered("gateway")
+    assert watchdog.late(111) == ["zygote"]
+    watchdog.answered("somebody")
+
+
+def test_one_that_is_started_again_owes_nothing() -> None:
+    watchdog = Watchdog(10)
+    watchdog.asked("engine host", 0)
+    assert not watchdog.feed(20)
+    watchdog.gone("engine host")
+    watchdog.gone("engine host")
+    assert watchdog.feed(20)
+    watchdog.asked("engine host", 21)
+    assert watchdog.feed(31)
+    assert not watchdog.feed(32)
+
+
+def test_the_status_is_one_line() -> None:
+    assert status_text("engine starting:\n loading", tenants=1, connections=0) == (
+        "engine starting: loading; 1 tenant; 0 connections"
+    )
+    text = status_text("serving 'm'", tenants=3, connections=1, bad_files=2, off=["cpu", "egress"], late=["zygote"])
+    assert text == ("serving 'm'; 3 tenants; 1 connection; 2 bad files; limits off: cpu, egress; no answer from zygote")
+    assert len(status_text("x" * 10_000, tenants=0, connections=0)) == 501

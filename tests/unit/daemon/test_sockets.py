@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -10,26 +11,17 @@ from pathlib import Path
 import pytest
 
 from seedance.daemon.config import Address, ListenConfig
+from seedance.daemon.network_settings import NetworkSettings
 from seedance.daemon.sockets import (
-    SEND_BUFFER_BYTES,
     Listeners,
     first_tcp,
     listen_hint,
     listen_tcp,
     listen_unix,
     lock,
+    name_of,
 )
 from seedance.errors import KernelError
-
-
-def test_an_accepted_connection_inherits_the_listeners_options() -> None:
-    with listen_tcp(Address("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
-        listener.setblocking(True)
-        accepted, _ = listener.accept()
-        with accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
-            # The kernel doubles what was asked for, to cover its own bookkeeping.
-            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * SEND_BUFFER_BYTES
 
 
 def test_a_port_in_use_says_so_and_what_helps() -> None:
@@ -78,6 +70,47 @@ def test_listeners_are_named_by_what_the_kernel_chose(tmp_path: Path) -> None:
     listeners.close()
     assert not Path(unix).exists()
     listeners.close()
+
+
+def test_settings_are_those_of_the_address(tmp_path: Path) -> None:
+    address = "127.0.0.1:0"
+    config = ListenConfig(
+        tcp=(Address("127.0.0.1", 0), Address("127.0.0.2", 0)),
+        unix=str(tmp_path / "sock"),
+        congestion="reno",
+        backlog=5,
+        at={address: NetworkSettings(congestion="reno", keepalive_s=0, backlog=6)},
+    )
+    listeners = Listeners(config)
+    with contextlib.closing(listeners):
+        found = listeners.settings()
+        assert [status.name for status in found] == listeners.names
+        assert [status.settings.get("keepalive") for status in found] == ["0s", "30s", None]
+        assert [status.settings["backlog"] for status in found] == ["6", "5", "5"]
+        assert [status.off for status in found] == [{}, {}, {}]
+
+
+def test_what_the_kernel_lacks_is_one_line_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    addresses = Address("127.0.0.1", 0), Address("127.0.0.2", 0)
+    nowhere = NetworkSettings()
+    listeners = Listeners(ListenConfig(tcp=addresses, congestion="no_such", at={"10.0.0.1:80": nowhere}))
+    with contextlib.closing(listeners):
+        first, second = listeners.names
+        reason = "this kernel has no 'no_such'; where it is a module, `modprobe tcp_no_such` loads it"
+        assert caplog.messages == [
+            f"cannot set 'congestion' on {first}, {second}: {reason}, ignoring",
+            'cannot use [listen.at."10.0.0.1:80"]: nothing listens there, ignoring',
+        ]
+        assert listeners.settings()[0].off == {"congestion": reason}
+
+
+def test_names_of_sockets(tmp_path: Path) -> None:
+    with listen_tcp(Address("127.0.0.1", 0)) as tcp, listen_unix(str(tmp_path / "s"), 0o600) as unix:
+        assert name_of(tcp) == f"127.0.0.1:{tcp.getsockname()[1]}"
+        assert name_of(unix) == f"unix:{tmp_path}/s"
+    with socket.socket(socket.AF_UNIX) as abstract:
+        abstract.bind(f"\0seedance-test-{os.getpid()}")
+        assert name_of(abstract) == f"unix:@seedance-test-{os.getpid()}"
 
 
 def test_one_that_cannot_be_had_closes_the_others() -> None:

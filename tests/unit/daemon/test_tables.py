@@ -15,11 +15,22 @@ from seedance.daemon.control import (
     StatusReport,
     TenantStatus,
 )
-from seedance.daemon.tables import print_status, print_tenants
+from seedance.daemon.doctor.judge import Finding
+from seedance.daemon.network import ListenerStatus
+from seedance.daemon.tables import (
+    print_findings,
+    print_keys,
+    print_limits,
+    print_status,
+    print_tenant,
+    print_tenants,
+    quota_values,
+)
 from seedance.engine.adapter import EngineState, EngineStatistics
 from seedance.engine.request import ModelInfo
 from seedance.qos.limiter import LimiterStatistics
-from seedance.qos.quota import Quota, RequestQuota, TokenQuota
+from seedance.qos.quota import Quota, RequestQuota, TokenQuota, load
+from seedance.qos.usage import TenantUsage
 
 REPORT = StatusReport(
     version="1.2.3",
@@ -53,7 +64,7 @@ REPORT = StatusReport(
         BadFile(path="/t/[bold]a.toml", key="keys", reason="cannot take [this]", kept=True),
         BadFile(path="/t/b.toml", key="", reason="cannot read it", kept=False),
     ],
-    limits_off={"cpu": "not [now]"},
+    limits_off={"cpu": "not [now]", "pids": "nor [now]", "cpuset": "not [now]"},
 )
 
 
@@ -73,7 +84,7 @@ def test_status_shows_what_a_person_asks_first() -> None:
         "7 of 1,000 used",
         "io_uring: 10 accepted, 2 refused; now 0 greeting, 0 waiting, 5 held",
         "gateway 43 (restarts: 2), zygote down",
-        "limit off: cpu: not [now]",
+        "limit off: cpu, cpuset: not [now]",
         "bad file: cannot use '/t/[bold]a.toml', key 'keys': cannot take [this] (its last good quota is in force)",
         "bad file: cannot use '/t/b.toml': cannot read it (the tenant is not served)",
     ):
@@ -93,9 +104,144 @@ def test_status_of_a_dead_engine_and_an_idle_tenant() -> None:
 
 def test_tenants_show_their_limits() -> None:
     out = io.StringIO()
-    print_tenants(REPORT, Console(file=out, width=200))
-    row = out.getvalue().splitlines()[1].split()
-    assert row == ["acme", "silver", "0", "64", "-", "-", "6,000", "-"]
+    limited = load('[cpu]\nmax = "50%"\n[network]\negress = "8Mbit"\n', "globex.toml", "globex")
+    print_tenants([REPORT.tenants[0].quota, limited], Console(file=out, width=200))
+    rows = [line.split() for line in out.getvalue().splitlines()[1:]]
+    assert rows == [
+        ["acme", "silver", "0", "64", "-", "-", "6,000", "-", "-", "-", "-"],
+        ["globex", "silver", "0", "64", "-", "-", "-", "50%", "-", "8Mbit", "-"],
+    ]
+
+
+EVERYTHING = """
+best_effort = true
+group = "shared"
+[cpu]
+max = "150%"
+burst = "20ms"
+cpuset = "0-1,5"
+[memory]
+max = "2GiB"
+high = "1536MiB"
+[network]
+egress = "50Mbit"
+ingress = "1500kbit"
+connections = 2000
+[gpu]
+share = "25%"
+kv = "12.5%"
+[tokens]
+per_second = 1500
+streams = "unlimited"
+[session]
+resume_for = "90min"
+"""
+
+
+def test_limits_are_shown_as_they_are_written() -> None:
+    assert quota_values(load(EVERYTHING, "acme.toml", "acme")) == {
+        "cpu.max": "150%",
+        "cpu.burst": "20ms",
+        "cpu.cpuset": "0-1,5",
+        "memory.max": "2GiB",
+        "memory.high": "1536MiB",
+        "network.egress": "50Mbit",
+        "network.ingress": "1500kbit",
+        "network.connections": "2,000",
+        "gpu.share": "25%",
+        "gpu.kv": "12.5%",
+        "tokens.per_second": "1,500",
+        "requests.queue": "128",
+        "session.resume_for": "90min",
+    }
+
+
+def test_a_tenant_shows_what_is_set_what_is_enforced_and_what_is_used() -> None:
+    usage = TenantUsage(
+        cpu_s=12.34,
+        cpu_throttled=7,
+        cpu_throttled_s=0.56,
+        memory_bytes=123_456_789,
+        egress_bytes=5000,
+        egress_packets=9,
+    )
+    tenant = msgspec.structs.replace(
+        REPORT.tenants[0],
+        quota=load(EVERYTHING, "acme.toml", "acme"),
+        mark=0x5EED0001,
+        usage=usage,
+        enforced={"cpu.max": "150000 100000", "egress_bytes_per_s": "6250000"},
+    )
+    out = io.StringIO()
+    off = {"memory": "no [controller]", "pids": "no [controller]", "gpu": "not applied"}
+    print_tenant(tenant, "/t/[x]/acme.toml", off, Console(file=out, width=200))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    for words in (
+        "tenant acme",
+        "file /t/[x]/acme.toml",
+        "class silver, weight 200",
+        "group shared",
+        "best effort limits that this machine cannot keep are left out",
+        "limit network.egress = 50Mbit",
+        "worker pid 44, io_uring",
+        "socket mark 0x5eed0001",
+        "in the kernel cpu.max = 150000 100000",
+        "in the kernel egress_bytes_per_s = 6250000",
+        "used CPU: 12.3 s",
+        "used CPU throttled: 7 times, 0.6 s",
+        "used memory now: 123MB",
+        "used egress: 5,000 bytes in 9 packets",
+        "used tokens: 1,000 of prompts, 2,000 of output",
+        "not kept: memory.max: no [controller]",
+        "not kept: memory.high: no [controller]",
+        "not kept: gpu.share: not applied",
+    ):
+        assert words in lines, lines
+    assert not any("pids" in line for line in lines), "no limit of this tenant"
+    assert not any("round trip" in line or "CUDA" in line for line in lines), "what is not counted is not shown"
+
+
+def test_limits_as_the_kernel_has_them() -> None:
+    out = io.StringIO()
+    report = msgspec.structs.replace(REPORT, limits=["lo: clsact [egress]"], notes={"egress": "policed, not paced"})
+    enforced = {"acme": {"cpu.max": "50000 100000", "pids.max": "4096"}, "idle": {}}
+    print_limits(enforced, report, Console(file=out, width=80))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert lines[1:] == [
+        "acme cpu.max 50000 100000",
+        "acme pids.max 4096",
+        "idle - -",
+        "attached: lo: clsact [egress]",
+        "limit off: cpu, cpuset: not [now]",
+        "limit off: pids: nor [now]",
+        "note: egress: policed, not paced",
+    ]
+
+
+def test_findings_have_what_to_do_below_them() -> None:
+    out = io.StringIO()
+    findings = [Finding("ok", "kernel", "7.0"), Finding("fail", "bpf", "no [x]", "do [y]")]
+    print_findings(findings, Console(file=out, width=20))
+    assert out.getvalue().splitlines() == [
+        "ok    kernel  7.0",
+        "fail  bpf     no [x]",
+        "              → do [y]",
+        "1 ok, 0 warn, 1 fail",
+    ]
+
+
+def test_keys_are_shown_by_their_hash() -> None:
+    out = io.StringIO()
+    print_keys([("acme", "sha256:" + "a" * 64), ("b", "sha256:" + "b" * 64)], Console(file=out, width=40))
+    assert out.getvalue() == f"acme  {'a' * 64}\nb     {'b' * 64}\n", "no line is cut on a narrow terminal"
+
+
+def test_listeners_show_what_is_in_force_and_what_is_not() -> None:
+    listener = ListenerStatus(name="[::1]:80", settings={"congestion": "bbr"}, off={"busy_poll": "not [here]"})
+    text = _printed(msgspec.structs.replace(REPORT, listener_settings=[listener], notes={"a": "[b]"}))
+    assert "listener [::1]:80: congestion = bbr\n" in text
+    assert "setting off: [::1]:80: busy_poll: not [here]\n" in text
+    assert "note: a: [b]\n" in text
 
 
 def test_uptimes() -> None:

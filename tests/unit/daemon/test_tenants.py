@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,12 +11,34 @@ import pytest
 from seedance.daemon.links import GATEWAY_ORDERS, KEYS_PER_MESSAGE, Tenants
 from seedance.daemon.tenants import MAX_FILE_CHARACTERS, TenantTable, read_files
 from seedance.engine.packets import MAX_PACKET_BYTES
-from seedance.errors import ConfigError
-from seedance.qos.quota import BUILT_IN_CLASSES
+from seedance.errors import ConfigError, KernelError
+from seedance.qos.quota import BUILT_IN_CLASSES, Quota, load
 
 
-def _table(folder: Path) -> TenantTable:
-    return TenantTable(folder, BUILT_IN_CLASSES)
+class FakeLimits:
+    """A kernel that keeps what it is told, but for what `refused` says."""
+
+    def __init__(self) -> None:
+        self.in_force: dict[str, Quota] = {}
+        self.refused: set[Quota] = set()
+        self.unkept: set[str] = set()
+
+    def check(self, quota: Quota, path: str) -> None:
+        if quota.tenant in self.unkept:
+            raise ConfigError(path, "cpu.max", "cannot be kept here")
+
+    def apply(self, quotas: Mapping[str, Quota]) -> None:
+        for quota in quotas.values():
+            if quota in self.refused:
+                raise KernelError("write 'cpuset.cpus'", errno.EINVAL)
+        self.in_force = dict(quotas)
+
+    def mark(self, tenant: str) -> int:
+        return sorted(self.in_force).index(tenant) + 1
+
+
+def _table(folder: Path, limits: FakeLimits | None = None) -> TenantTable:
+    return TenantTable(folder, BUILT_IN_CLASSES, limits or FakeLimits())
 
 
 def _keys(count: int, start: int = 0) -> str:
@@ -51,16 +75,36 @@ def test_a_bad_file_keeps_the_old_quota(tmp_path: Path) -> None:
     assert table.quotas["a"].scheduling_class == "gold"
 
 
-def test_marks_stay_while_tenants_come_and_go(tmp_path: Path) -> None:
-    table = _table(tmp_path)
-    (tmp_path / "b.toml").write_text("")
-    table.reload()
+def test_what_this_machine_cannot_keep_makes_a_file_bad(tmp_path: Path) -> None:
+    limits = FakeLimits()
+    table = _table(tmp_path, limits)
     (tmp_path / "a.toml").write_text("")
-    (tmp_path / "b.toml").unlink()
-    table.reload()
     (tmp_path / "b.toml").write_text("")
+    limits.unkept = {"a"}
+    changes = table.reload()
+    assert changes.added == ["b"]
+    assert [(error.path, error.key) for error in changes.errors] == [(str(tmp_path / "a.toml"), "cpu.max")]
+    assert set(limits.in_force) == {"b"}
+
+
+def test_a_tenant_whose_limits_the_kernel_refuses_stays_as_it_was_alone(tmp_path: Path) -> None:
+    limits = FakeLimits()
+    table = _table(tmp_path, limits)
+    for name in "abc":
+        (tmp_path / f"{name}.toml").write_text("")
     table.reload()
-    assert (table.mark("a"), table.mark("b")) == (2, 1)
+    for name in "ab":
+        (tmp_path / f"{name}.toml").write_text('class = "gold"')
+    (tmp_path / "c.toml").unlink()
+    (tmp_path / "d.toml").write_text("")
+    limits.refused = {load('class = "gold"', "a.toml", "a"), load("", "d.toml", "d")}
+    changes = table.reload()
+    assert (changes.added, changes.changed, changes.removed) == ([], ["b"], ["c"])
+    assert [(error.path, error.reason) for error in changes.errors] == [
+        (str(tmp_path / f"{name}.toml"), "cannot write 'cpuset.cpus': Invalid argument (errno 22)") for name in "ad"
+    ]
+    assert limits.in_force == table.quotas
+    assert [quota.scheduling_class for quota in table.quotas.values()] == ["silver", "gold"]
 
 
 def test_what_cannot_be_read_is_an_error_of_its_file(tmp_path: Path) -> None:

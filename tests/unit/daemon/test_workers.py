@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import signal
 import socket
+import subprocess
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,6 +19,7 @@ from seedance.daemon.config import HttpConfig, WorkerConfig
 from seedance.daemon.workers import Workers
 from seedance.engine.host_link import Attach, Detach
 from seedance.engine.request import TenantContext
+from seedance.errors import KernelError
 from seedance.qos.limiter import LimiterSnapshot, LimiterStatistics
 from seedance.qos.quota import Quota
 
@@ -26,7 +30,8 @@ class Sides:
     """What each process was told, with descriptors of our own."""
 
     def __init__(self) -> None:
-        self.told: dict[str, list[Any]] = {"gateway": [], "zygote": [], "host": [], "wanted": []}
+        self.told: dict[str, list[Any]] = {who: [] for who in ("gateway", "zygote", "host", "wanted", "placed", "left")}
+        self.refuses_place = False
         self.fds: list[int] = []
         self.workers = Workers(self, Reaper(asyncio.get_running_loop()))
 
@@ -48,6 +53,17 @@ class Sides:
         self.told["wanted"].append((tenant, []))
         self.workers.wanted(Quota(tenant=tenant))
 
+    def place_worker(self, pid: int, tenant: str) -> None:
+        if self.refuses_place:
+            raise KernelError("write 'cgroup.procs'", errno.EBUSY)
+        self.told["placed"].append(((pid, tenant), []))
+
+    def tenant_left(self, tenant: str) -> None:
+        self.told["left"].append((tenant, []))
+
+    def exit_cause(self, tenant: str, status: int) -> str:
+        return ""
+
     def tenant_context(self, quota: Quota) -> TenantContext:
         return TenantContext(name=quota.tenant, scheduling_class="gold", cache_salt="salt")
 
@@ -60,14 +76,14 @@ class Sides:
         order: tuple[Any, list[int]] = self.told[who][-1]
         return order
 
-    def spawn(self) -> FakeWorker:
-        """Be the zygote, and the worker that was ordered last."""
+    def spawn(self, pid: int | None = None) -> FakeWorker:
+        """Be the zygote, and the worker that was ordered last; `pid` is a process that may be killed."""
         order, (handover, engine, control) = self.last("zygote")
         assert isinstance(order, links.Spawn)
         for fd in (handover, engine, control):
             self.fds.remove(fd)
-        pidfd = os.pidfd_open(os.getpid())
-        self.workers.spawned(links.Spawned(order.worker, 1_000_000 + order.worker), pidfd)
+        pidfd = os.pidfd_open(pid or os.getpid())
+        self.workers.spawned(links.Spawned(order.worker, pid or 1_000_000 + order.worker), pidfd)
         return FakeWorker(order, handover, engine, control)
 
     def close(self) -> None:
@@ -143,6 +159,50 @@ def test_the_gateway_gets_its_link_once_there_is_a_process_at_the_other_end() ->
         await _turns()
         assert sides.workers.current["acme"].driver == "epoll"
         worker.die()
+
+    _play(scenario)
+
+
+def test_a_worker_is_under_its_limits_before_it_gets_a_connection() -> None:
+    async def scenario(sides: Sides) -> None:
+        sides.workers.wanted(ACME)
+        attached_before = len(sides.told["gateway"])
+        worker = sides.spawn()
+        assert sides.told["placed"] == [((1_000_000 + worker.number, "acme"), [])]
+        assert len(sides.told["gateway"]) == attached_before + 1
+        worker.die()
+
+    _play(scenario)
+
+
+def test_a_worker_that_cannot_be_put_under_its_limits_never_serves() -> None:
+    async def scenario(sides: Sides) -> None:
+        sides.refuses_place = True
+        sides.workers.wanted(ACME)
+        with subprocess.Popen(["sleep", "60"]) as process:
+            worker = sides.spawn(process.pid)
+            assert process.wait(5) == -signal.SIGKILL
+        assert sides.last("gateway")[0] == links.WorkerFailed("acme", "its limits cannot be put in force")
+        worker.die()
+
+    _play(scenario)
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_the_limits_of_a_removed_tenant_go_with_its_last_worker(comes_back: bool) -> None:
+    async def scenario(sides: Sides) -> None:
+        sides.workers.wanted(ACME)
+        worker = sides.spawn()
+        sides.workers.tenant_removed("acme")
+        assert sides.told["left"] == []
+        if comes_back:
+            sides.workers.wanted(ACME)
+        worker.die()
+        await _turns()
+        sides.workers.exited(links.Exited(worker.number, 0))
+        assert sides.told["left"] == ([] if comes_back else [("acme", [])])
+        sides.workers.tenant_removed("globex")
+        assert sides.told["left"][-1:] == [("globex", [])]
 
     _play(scenario)
 

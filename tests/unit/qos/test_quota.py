@@ -1,4 +1,4 @@
-"""Tenant files, scheduling classes, directories of them, and their differences."""
+"""Tenant files, scheduling classes, and directories of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ from seedance.qos.quota import (
     Quota,
     RequestQuota,
     SessionQuota,
-    TenantAdded,
-    TenantChanged,
-    TenantRemoved,
     TokenQuota,
-    diff,
     load,
     load_class,
     load_directory,
@@ -264,15 +260,3 @@ class TestDirectory:
 def test_tenant_name() -> None:
     assert quotas.tenant_name("/etc/x/acme.toml") == "acme"
     assert quotas.tenant_name("acme") == "acme"
-
-
-def test_diff() -> None:
-    old = {"gone": Quota(tenant="gone"), "same": Quota(tenant="same"), "other": Quota(tenant="other")}
-    other = Quota(tenant="other", group="g", tokens=TokenQuota(per_second=5), cpu=CpuQuota(cpuset=(1,)))
-    new = {"new": Quota(tenant="new"), "same": Quota(tenant="same"), "other": other}
-    assert diff(old, new) == [
-        TenantRemoved(old["gone"]),
-        TenantChanged(old["other"], other, ("group", "cpu.cpuset", "tokens.per_second")),
-        TenantAdded(new["new"]),
-    ]
-    assert diff(old, old) == []

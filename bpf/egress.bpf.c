@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only
+/*
+ * Egress limits of tenants, on every device: clsact egress, direct action.
+ *
+ *  egress_pace    for devices with fq: gives a packet the time at which it is to depart. fq keeps it until then, and
+ *                 the socket that sent it waits, because what is in the queue counts against its send buffer.
+ *  egress_police  for devices without: drops what is over the rate. A local TCP takes that drop for a full queue, not
+ *                 for loss: it keeps the data and tries again later.
+ *
+ * Under fq, an ingress limit is kept by the same means: what came in over the rate is acknowledged only when it is paid
+ * for. To the sender this is a queue before a link of that rate, except that its data has arrived already; TCP's own
+ * control settles on the rate, with any number of connections, and ingress_police has nothing to drop until the queue
+ * is longer than it allows. Data that goes out waits for none of this, even if it carries an acknowledgement.
+ *
+ * A packet that goes through several of our devices (a bridge or VLAN and the card below) is counted once.
+ */
+#include <linux/pkt_cls.h>
+
+#include "pace.bpf.h"
+#include "packet.bpf.h"
+#include "tenant.bpf.h"
+
+char LICENSE[] SEC("license") = "GPL";
+
+/* A packet that would depart later than so long from now is dropped. */
+const volatile __u64 egress_horizon_ns = 2 * NS_PER_S;
+
+/* So much may be sent ahead of the rate by egress_police. */
+const volatile __u64 egress_burst_ns = NS_PER_S / 2;
+
+/* skb->tc_index stays with a packet from device to device, and nothing else uses it there. */
+#define ACCOUNTED 0x5EED
+
+static __always_inline __u64 packets_of(const struct __sk_buff *skb)
+{
+	return skb->gso_segs ? skb->gso_segs : 1;
+}
+
+/* Finds the tenant of a packet that no other device of ours has seen yet. */
+static __always_inline int claim(struct __sk_buff *skb, struct tenant *tenant)
+{
+	if (skb->tc_index == ACCOUNTED || !find_tenant(skb->mark, tenant))
+		return 0;
+	skb->tc_index = ACCOUNTED;
+	return 1;
+}
+
+static __always_inline int pass(const struct __sk_buff *skb, struct tenant_traffic *traffic)
+{
+	traffic->egress_bytes += skb->wire_len;
+	traffic->egress_packets += packets_of(skb);
+	return TC_ACT_UNSPEC; /* filters of others may follow */
+}
+
+static __always_inline int drop(const struct __sk_buff *skb, struct tenant_traffic *traffic)
+{
+	traffic->egress_dropped_packets += packets_of(skb);
+	traffic->egress_dropped_bytes += skb->wire_len;
+	return TC_ACT_SHOT;
+}
+
+/* Returns when the packet's turn is; see pace_take. */
+static __always_inline __u64 take(const struct __sk_buff *skb, struct tenant *tenant, __u64 now_ns, __u64 ahead_ns)
+{
+	__u64 cost_ns = pace_cost_ns(skb->wire_len, tenant->limit->egress_bytes_per_s);
+
+	return pace_take(&tenant->pace->egress_departure_ns, now_ns, cost_ns, ahead_ns);
+}
+
+/* Link, IPv4 and TCP headers with all options: nothing larger can be without data. */
+#define ACKNOWLEDGEMENT_BYTES_MAX (14 + 60 + 60)
+
+/* True for a TCP segment that carries nothing but an acknowledgement. */
+static __always_inline int is_acknowledgement(struct __sk_buff *skb)
+{
+	struct packet packet = {};
+
+	if (skb->len > ACKNOWLEDGEMENT_BYTES_MAX || read_packet(skb, &packet) != READ_IP ||
+	    packet.protocol != IPPROTO_TCP)
+		return 0;
+	return packet.tcp.ack && !packet.tcp.syn && !packet.tcp.fin && !packet.tcp.rst &&
+	       packet.end == packet.transport + packet.tcp.doff * 4;
+}
+
+/* Returns when what has come in is paid for, if that is what the packet acknowledges. */
+static __always_inline __u64 ingress_paid_ns(struct __sk_buff *skb, struct tenant *tenant)
+{
+	if (!tenant->limit->ingress_bytes_per_s || !is_acknowledgement(skb))
+		return 0;
+	return READ_ONCE(tenant->pace->ingress_arrival_ns);
+}
+
+/* TCP that paces by itself (bbr) has set a time already: the later one holds. */
+static __always_inline void delay(struct __sk_buff *skb, __u64 departure_ns)
+{
+	if (skb->tstamp_type == BPF_SKB_TSTAMP_DELIVERY_MONO && skb->tstamp >= departure_ns)
+		return;
+	bpf_skb_set_tstamp(skb, departure_ns, BPF_SKB_TSTAMP_DELIVERY_MONO); /* v5.18 */
+}
+
+SEC("tc")
+int egress_pace(struct __sk_buff *skb)
+{
+	__u64 now_ns = bpf_ktime_get_ns();
+	__u64 departure_ns = now_ns;
+	struct tenant tenant;
+
+	if (!claim(skb, &tenant))
+		return TC_ACT_UNSPEC;
+	if (tenant.limit->egress_bytes_per_s)
+		departure_ns = take(skb, &tenant, now_ns, egress_horizon_ns);
+	if (departure_ns == PACE_REFUSED)
+		return drop(skb, tenant.traffic);
+	departure_ns = max(departure_ns, ingress_paid_ns(skb, &tenant));
+	if (departure_ns > now_ns) {
+		delay(skb, departure_ns);
+		tenant.traffic->egress_delayed_packets += packets_of(skb);
+	}
+	return pass(skb, tenant.traffic);
+}
+
+SEC("tc")
+int egress_police(struct __sk_buff *skb)
+{
+	struct tenant tenant;
+
+	if (!claim(skb, &tenant))
+		return TC_ACT_UNSPEC;
+	if (tenant.limit->egress_bytes_per_s && take(skb, &tenant, bpf_ktime_get_ns(), egress_burst_ns) == PACE_REFUSED)
+		return drop(skb, tenant.traffic);
+	return pass(skb, tenant.traffic);
+}

@@ -1,0 +1,1 @@
+"""The commands of `seedancectl`, by what they are about."""

@@ -1,0 +1,132 @@
+"""What is asked over the control socket, and what is answered."""
+
+from __future__ import annotations
+
+import msgspec
+
+from seedance.daemon.network import ListenerStatus
+from seedance.daemon.ring.driver import DriverStatistics
+from seedance.engine.adapter import EngineStatistics
+from seedance.engine.request import ModelInfo
+from seedance.qos.limiter import LimiterStatistics
+from seedance.qos.quota import Quota
+from seedance.qos.usage import TenantUsage
+
+
+class GetStatus(msgspec.Struct, tag="status", tag_field="request", frozen=True):
+    """Ask how the daemon is."""
+
+
+class Reload(msgspec.Struct, tag="reload", tag_field="request", frozen=True):
+    """Have the tenant files read again."""
+
+
+class Stop(msgspec.Struct, tag="stop", tag_field="request", frozen=True):
+    """Have the daemon end; answered before it does."""
+
+
+Request = GetStatus | Reload | Stop
+
+
+class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A child of the supervisor; `pid` is 0 while it is down."""
+
+    name: str
+    pid: int
+    restarts: int
+
+
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine: its state, what it serves, and what it counts; None where the host does not answer."""
+
+    state: str
+    detail: str
+    model: ModelInfo | None
+    statistics: EngineStatistics | None
+
+
+class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The gateway: what moves its bytes, two counters since its start, and connections by stage."""
+
+    driver: str
+    accepted: int = 0
+    refused: int = 0
+    greeting: int = 0
+    waiting: int = 0
+    held: int = 0
+
+
+class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant; `worker_pid` is 0 while it has no worker. `used` counts since the daemon's start.
+
+    `io` counts what the worker's driver does; None without a worker that has answered. `usage` is what the kernel has
+    counted, None where it counts nothing; `enforced` is what it enforces now, read back from it: its files' and maps'
+    values by their names.
+    """
+
+    quota: Quota
+    mark: int
+    worker_pid: int
+    driver: str
+    connections: int
+    used: LimiterStatistics
+    io: DriverStatistics | None = None
+    usage: TenantUsage | None = None
+    enforced: dict[str, str] = {}
+
+
+class BadFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant file that is not in force; `kept` says whether its tenant goes on with an older quota."""
+
+    path: str
+    key: str
+    reason: str
+    kept: bool
+
+
+class StatusReport(msgspec.Struct, tag="status", tag_field="reply", frozen=True, kw_only=True):
+    """How the daemon is.
+
+    `limits_off` maps each kernel limit that is not applied to the reason, `notes` what else an operator should know to
+    why. `limits` are lines that say what is attached where; `listener_settings` has an entry for each of `listeners`.
+    """
+
+    version: str
+    pid: int
+    uptime_s: float
+    config: str
+    listeners: list[str]
+    engine: EngineReport
+    gateway: GatewayReport
+    processes: list[ProcessStatus]
+    tenants: list[TenantStatus]
+    bad_files: list[BadFile]
+    limits_off: dict[str, str]
+    notes: dict[str, str] = {}
+    limits: list[str] = []
+    listener_settings: list[ListenerStatus] = []
+
+
+class Reloaded(msgspec.Struct, tag="reload", tag_field="reply", frozen=True, kw_only=True):
+    """What a reload changed. `note` says what it has not put in force, "" where there is nothing to say."""
+
+    added: list[str]
+    changed: list[str]
+    removed: list[str]
+    bad_files: list[BadFile]
+    note: str = ""
+
+
+class Stopping(msgspec.Struct, tag="stop", tag_field="reply", frozen=True):
+    """The daemon is ending."""
+
+    pid: int
+
+
+class Failed(msgspec.Struct, tag="failed", tag_field="reply", frozen=True):
+    """The request could not be met; `message` is for people."""
+
+    message: str
+
+
+Reply = StatusReport | Reloaded | Stopping | Failed

@@ -1,0 +1,155 @@
+"""What each step has brought to whom, and what it cost them: the books of a scheduling policy.
+
+Tokens are counted when a step is scheduled, as a request may be scheduled again before the step has ended; engine time
+is charged when it has.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import msgspec
+
+from seedance.engine.cost import CostModel, StepLoad
+from seedance.engine.fairness import Usage
+from seedance.engine.roster import Roster
+from seedance.engine.states import Key, Request, Tenant
+
+# A step that takes this much longer than it should was not made longer by those in it; they owe no more than that.
+_LATE_FACTOR: Final = 4.0
+_LATE_S: Final = 0.25
+
+
+class _Step(msgspec.Struct):
+    """A step that has been scheduled: decodes and the sum of their contexts by tenant, prompts read by tenant."""
+
+    begun_s: float
+    load: StepLoad
+    decodes: list[tuple[Tenant, int, int]]
+    reads: dict[Tenant, StepLoad]
+
+
+class Accounts:
+    """The steps under way, and the counters in the tenants."""
+
+    def __init__(self, roster: Roster, cost: CostModel, usage: Usage, now_s: float) -> None:
+        self._roster = roster
+        self._cost = cost
+        self._usage = usage
+        self._steps: deque[_Step] = deque()
+        self._ended_s = now_s
+        self.scheduled_steps = 0
+        self.ended_steps = 0
+
+    def step_scheduled(
+        self,
+        scheduled: Mapping[Key, int],
+        newcomers: Mapping[Key, Request],
+        cached: Mapping[Key, int],
+        begun_s: float,
+        now_s: float,
+    ) -> list[Tenant]:
+        """Count the tokens of a step; returns the tenants whose pace or budget lets them have no more of them now."""
+        roster = self._roster
+        self.scheduled_steps += 1
+        readers = [request for key, request in roster.prefilling.items() if key in scheduled]
+        for key, request in newcomers.items():
+            if key in scheduled:
+                roster.admit(request, cached.get(key, 0), now_s)
+                readers.append(request)
+            else:
+                request.tenant.put_back(request)
+        step = _Step(begun_s, StepLoad(), [], {})
+        self._steps.append(step)
+        spent: list[Tenant] = []
+        self._count_decodes(step, spent, now_s, self._missing(scheduled, len(readers)))
+        for request in readers:
+            if self._count_read(step, request, scheduled[request.key], now_s):
+                spent.append(request.tenant)
+        return spent
+
+    def step_ended(self, now_s: float, step_s: float | None) -> list[tuple[Tenant, float]]:
+        """Charge the oldest step under way; returns the tenants that are out of credit now, and their charges."""
+        step = self._steps.popleft()
+        self.ended_steps += 1
+        if step_s is None:
+            step_s = now_s - max(step.begun_s, self._ended_s)
+        self._ended_s = now_s
+        load = step.load
+        if not load.requests:
+            return []
+        late_s = _LATE_FACTOR * self._cost.predict_s(load) if self._cost.is_fitted else 0.0
+        rates = self._cost.rates(load, min(step_s, late_s + _LATE_S))
+        self._cost.observe(load, step_s)
+        usage_scale = self._usage.set_time(now_s, self._roster.tenants.values())
+        decode_s, context_s = rates.request_s + rates.decode_s, rates.context_s
+        charges = [(tenant, decode_s * size + context_s * context) for tenant, size, context in step.decodes]
+        charges += [(tenant, rates.share_s(part)) for tenant, part in step.reads.items()]
+        return _charge(charges, usage_scale, now_s)
+
+    def _missing(self, scheduled: Mapping[Key, int], readers: int) -> dict[Tenant, list[Request]]:
+        """Return the requests that should have decoded, by tenant, and did not."""
+        decoders = self._roster.decoders
+        missing: dict[Tenant, list[Request]] = {}
+        if len(scheduled) - readers != len(decoders):
+            for key in decoders.keys() - scheduled.keys():
+                missing.setdefault(decoders[key].tenant, []).append(decoders[key])
+        return missing
+
+    def _count_decodes(
+        self, step: _Step, spent: list[Tenant], now_s: float, missing: dict[Tenant, list[Request]]
+    ) -> None:
+        load, decodes, number = step.load, step.decodes, self.scheduled_steps
+        for tenant in self._roster.decoding:
+            group = tenant.group
+            size, context_tokens = group.size, group.context_tokens
+            tenant.blocks += group.advance()
+            if missing and tenant in missing:
+                for request in missing[tenant]:
+                    tenant.blocks -= group.put_back(request)
+                    size -= 1
+                    context_tokens -= group.position(request)
+            if size:
+                tenant.output_tokens += size
+                tenant.last_scheduled = number
+                load.decodes += size
+                load.context_tokens += context_tokens
+                decodes.append((tenant, size, context_tokens))
+                if tenant.is_metered and _spend(tenant, size, size, now_s):
+                    spent.append(tenant)
+        load.requests += load.decodes
+
+    def _count_read(self, step: _Step, request: Request, tokens: int, now_s: float) -> bool:
+        tenant = request.tenant
+        part = step.reads.setdefault(tenant, StepLoad())
+        for load in (part, step.load):
+            load.add_prefill(tokens, request.computed)
+        billed = max(request.computed, request.billed_tokens)
+        output_tokens = int(self._roster.prompt_read(request, tokens))
+        tenant.prompt_tokens += tokens
+        tenant.output_tokens += output_tokens
+        tenant.last_scheduled = self.scheduled_steps
+        new_tokens = max(0, request.computed - billed) + output_tokens
+        return tenant.is_metered and _spend(tenant, new_tokens, output_tokens, now_s)
+
+
+def _spend(tenant: Tenant, tokens: int, output_tokens: int, now_s: float) -> bool:
+    """Take new tokens, of which some came out, from a tenant's pace and budget; returns whether that was the last."""
+    is_spent = tenant.pace is not None and tenant.pace.charge(tokens, now_s) <= 0
+    if tenant.tokens_left is not None:
+        tenant.tokens_left -= output_tokens
+        is_spent |= tenant.tokens_left <= 0
+    return is_spent
+
+
+def _charge(charges: Iterable[tuple[Tenant, float]], usage_scale: float, now_s: float) -> list[tuple[Tenant, float]]:
+    late = []
+    for tenant, charge_s in charges:
+        tenant.step_s += charge_s
+        tenant.virtual_s += charge_s * tenant.inverse_weight
+        tenant.usage += charge_s * usage_scale
+        if tenant.credit is not None and tenant.credit.charge(charge_s, now_s) <= 0:
+            late.append((tenant, charge_s))
+    return late

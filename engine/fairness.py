@@ -1,0 +1,87 @@
+"""Who is served next: virtual counters of the service that each tenant got, per weight.
+
+The rule is VTC's ("Fairness in Serving Large Language Models", arXiv 2401.00588), counted in measured engine time
+instead of tokens: whoever waits and has the smallest counter is served first, and each charge moves a counter by the
+engine seconds it took over the tenant's weight. Two tenants that both wait drift apart by no more than what is in the
+engine already when one of them begins to wait (running requests are not cut short for fairness), the steps under way,
+and what the planner advances urgent and light requests by.
+
+A tenant that begins to wait is lifted to the smallest counter of those who wait, or, where nobody does, to that of who
+last stopped waiting: to be idle, held or without KV blocks saves nothing up.
+
+`Usage` is a second, short memory: what part of the engine a tenant has had lately.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Final, Generic, Protocol, TypeVar
+
+_RESCALE: Final = 1e12
+
+
+class Counted(Protocol):
+    """What is kept in a tenant."""
+
+    virtual_s: float
+    inverse_weight: float
+    usage: float
+
+
+T = TypeVar("T", bound=Counted)
+
+
+class VirtualCounters(Generic[T]):
+    """The tenants of which a request may be admitted, in no order; their counters are in them."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[T, None] = {}
+        self._last: T | None = None
+
+    def enter(self, tenant: T) -> None:
+        """Let a tenant wait, lifted; nothing happens when it does already."""
+        if tenant in self.waiting:
+            return
+        floor_s = min((other.virtual_s for other in self.waiting), default=None)
+        if floor_s is None:
+            floor_s = self._last.virtual_s if self._last is not None else 0.0
+        tenant.virtual_s = max(tenant.virtual_s, floor_s)
+        self.waiting[tenant] = None
+
+    def leave(self, tenant: T) -> None:
+        """Take out a tenant that waits no longer; nothing happens when it does not."""
+        if tenant in self.waiting:
+            del self.waiting[tenant]
+            self._last = tenant
+
+
+class Usage:
+    """What part of the time each tenant has had of the engine, faded over `window_s`."""
+
+    def __init__(self, window_s: float, now_s: float) -> None:
+        self._window_s = window_s
+        self._epoch_s = now_s
+        self._scale = 1.0
+
+    def set_time(self, now_s: float, tenants: Iterable[Counted]) -> float:
+        """Move on to a time; returns what a second charged now adds to a tenant's `usage`.
+
+        Instead of fading what all tenants have, what is charged later weighs more. `tenants` are all there are; they
+        are touched only once in a long while.
+        """
+        self._scale = math.exp(min((now_s - self._epoch_s) / self._window_s, 600.0))
+        if self._scale > _RESCALE:
+            for tenant in tenants:
+                tenant.usage /= self._scale
+            self._epoch_s = now_s
+            self._scale = 1.0
+        return self._scale
+
+    def usage(self, fraction: float) -> float:
+        """Return the `usage` of a tenant that has that part of the engine's time."""
+        return fraction * self._scale * self._window_s
+
+    def fraction(self, tenant: Counted) -> float:
+        """Return the tenant's part of the engine's time, as of the time set last."""
+        return tenant.usage / self.usage(1.0)

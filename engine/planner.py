@@ -1,0 +1,279 @@
+"""Which prompts a step reads, and how much of each: the order of tenants, chunks, admission, and the caps on them.
+
+All who decode take their token in every step, so a step is decided by what is read in it. Tenants take turns by their
+virtual counters, request by request, until the step is full:
+
+* A step takes no longer than `step_target_s`, or twice what its decoding takes alone: so no prompt stops decoding. A
+  tenant that is alone, and has been for a while, has no such cap.
+* A tenant that uses less than half of its fair part of the engine is *light*. Others read in a step with its tokens in
+  it only as long as the step takes no more than `protected_slowdown` times what the light ones' part takes alone: a
+  light user hardly notices a flood. That cannot last, as one that is in most steps is not light for long.
+* At least `min_chunk_tokens` are read in every step that has anything to read, or, where light tenants keep others from
+  reading, after `patience_s`.
+
+A turn may be advanced, by a bounded part of a second of engine time: for urgent requests, for a light tenant, and for a
+request whose client is far away or on a jittery line.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+
+from seedance.engine.admission import AdmissionWindow
+from seedance.engine.cost import CostModel, StepLoad
+from seedance.engine.fairness import Usage
+from seedance.engine.preemption import victim_for_admission, victim_for_slot
+from seedance.engine.roster import Roster
+from seedance.engine.scheduling import PolicySettings
+from seedance.engine.states import Key, Phase, Request, Tenant
+
+
+class Plan:
+    """What is read in one step: tokens by request in order, who of them is new, and who makes room for them."""
+
+    def __init__(self) -> None:
+        self.prefill: dict[Key, int] = {}
+        self.admit: list[Request] = []
+        self.preempt: list[Request] = []
+
+
+class Planner:
+    """Plans the reading of one step after the other."""
+
+    def __init__(
+        self, settings: PolicySettings, roster: Roster, cost: CostModel, usage: Usage, window: AdmissionWindow
+    ) -> None:
+        self._settings = settings
+        self._roster = roster
+        self._cost = cost
+        self._usage = usage
+        self._window = window
+        reserved = settings.reserved_slots
+        self._reserved_slots = settings.slots // 32 if reserved is None else reserved
+        self._read_s = -math.inf
+
+    def plan(self, now_s: float, kv_free_blocks: int, slots_free: int, *, is_shared: bool) -> Plan:
+        """Plan a step: `is_shared` says that more than one tenant is there, or was until lately."""
+        roster = self._roster
+        reading = {request.tenant: None for request in roster.prefilling.values() if not request.is_left_out}
+        if not reading and not roster.counters.waiting:
+            return Plan()
+        is_impatient = now_s - self._read_s > self._settings.patience_s
+        plan = _Round(self, now_s, kv_free_blocks, slots_free, is_shared, is_impatient).run(reading)
+        if plan.prefill:
+            self._read_s = now_s
+        return plan
+
+    def opens_s(self, now_s: float, *, is_reading: bool) -> float:
+        """Return when the admission window opens for those who wait now; infinity when nobody does."""
+        roster = self._roster
+        waiting = sum(tenant.queued for tenant in roster.counters.waiting)
+        mixed_s = self._cost.prices.mixed_s
+        return self._window.opens_s(waiting, len(roster.decoders), mixed_s, is_reading=is_reading, now_s=now_s)
+
+    def is_urgent(self, request: Request, now_s: float) -> bool:
+        """Return whether a waiting request is urgent: by priority, or because its deadline is near."""
+        if request.priority > 0:
+            return True
+        if request.deadline_s is None:
+            return False
+        load = StepLoad()
+        load.add_prefill(request.target, 0)
+        return request.deadline_s - now_s < 2 * (self._cost.predict_s(load) + self._settings.step_target_s)
+
+
+class _Round:
+    """The planning of one step, with what is left of it to give away."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        now_s: float,
+        kv_free_blocks: int,
+        slots_free: int,
+        is_shared: bool,
+        is_impatient: bool,
+    ) -> None:
+        self._planner = planner
+        self._settings = planner._settings
+        self._roster = planner._roster
+        self._cost = planner._cost
+        self._now_s = now_s
+        self._slots = slots_free
+        self._kv_free_blocks = kv_free_blocks
+        self._is_shared = is_shared
+        self._is_impatient = is_impatient
+        self._plan = Plan()
+        roster = self._roster
+        self._load = StepLoad(
+            requests=len(roster.decoders),
+            decodes=len(roster.decoders),
+            context_tokens=sum(tenant.group.context_tokens for tenant in roster.decoding),
+        )
+        self._budget = self._settings.step_tokens - len(roster.decoders)
+        # A tenant is light when its usage is below this times its weight.
+        self._light_usage = planner._usage.usage(self._settings.light_fraction) / max(roster.active_weight, 1e-9)
+        self._wide_s = math.inf
+        self._light_load = StepLoad()
+        if is_shared:
+            self._wide_s = max(self._settings.step_target_s, 2 * self._cost.predict_s(self._load))
+            self._find_light()
+        self._take = -1
+        self._blocks = -1
+        self._readers: dict[Tenant, Iterator[Request]] = {}
+
+    def _find_light(self) -> None:
+        load = self._light_load
+        for tenant in self._roster.decoding:
+            if self._is_light(tenant):
+                load.decodes += tenant.group.size
+                load.context_tokens += tenant.group.context_tokens
+        load.requests = load.decodes
+
+    def run(self, reading: dict[Tenant, None]) -> Plan:
+        is_reading = bool(reading)
+        if self._planner.opens_s(self._now_s, is_reading=is_reading) <= self._now_s:
+            self._take = self._planner._window.most()
+        turns = [(self._turn_s(tenant), tenant.row, tenant) for tenant in reading | self._waiting()]
+        heapq.heapify(turns)
+        while turns and self._budget > 0:
+            turn_s, row, tenant = heapq.heappop(turns)
+            request = self._reader(tenant) or self._newcomer(tenant)
+            if request is None:
+                continue
+            tokens = self._chunk(tenant, request)
+            if not tokens:
+                if self._is_full():
+                    break
+                continue
+            is_new = request.key not in tenant.prefilling
+            if is_new and not self._admit(tenant, request):
+                continue
+            self._add(tenant, request, tokens)
+            charge_s = self._cost.prices.prefill_s * tokens
+            heapq.heappush(turns, (turn_s + charge_s * tenant.inverse_weight, row, tenant))
+        return self._plan
+
+    def _waiting(self) -> dict[Tenant, None]:
+        """Return the tenants of which a request might get a slot."""
+        waiting = self._roster.counters.waiting
+        if self._slots > 0 or (self._roster.idle and victim_for_admission(self._roster, self._now_s)):
+            return waiting
+        return {tenant: None for tenant in waiting if self._is_urgent(tenant.head())} if self._roster.pressing else {}
+
+    def _is_urgent(self, head: Request | None) -> bool:
+        return head is not None and head.may_be_urgent and self._planner.is_urgent(head, self._now_s)
+
+    def _turn_s(self, tenant: Tenant) -> float:
+        advance_s = self._settings.light_advance_s if self._is_light(tenant) else 0.0
+        head = tenant.head() if tenant.queued and not tenant.is_held else None
+        if head is not None:
+            advance_s += head.advance_s
+            if self._is_urgent(head):
+                advance_s += self._settings.urgent_advance_s
+        return tenant.virtual_s - advance_s * tenant.inverse_weight
+
+    def _is_light(self, tenant: Tenant) -> bool:
+        return tenant.usage < self._light_usage * tenant.weight
+
+    def _reader(self, tenant: Tenant) -> Request | None:
+        """Return the tenant's next request of which a part has been read before."""
+        if not tenant.prefilling or tenant.is_held:
+            return None
+        if tenant not in self._readers:
+            self._readers[tenant] = iter([r for r in tenant.prefilling.values() if not r.is_left_out])
+        return next((r for r in self._readers[tenant] if r not in self._plan.preempt), None)
+
+    def _newcomer(self, tenant: Tenant) -> Request | None:
+        if tenant not in self._roster.counters.waiting:
+            return None
+        request = tenant.head()
+        return request if self._take > 0 or self._is_urgent(request) else None
+
+    def _chunk(self, tenant: Tenant, request: Request) -> int:
+        """Return how many tokens of a request this step reads; 0 for none."""
+        unread = request.unread
+        limit_s = self._wide_s
+        may_insist = not self._plan.prefill
+        if self._light_load.requests and not self._is_light(tenant):
+            limit_s = min(limit_s, self._settings.protected_slowdown * self._cost.predict_s(self._light_load))
+            may_insist &= self._is_impatient
+        least = min(unread, self._settings.min_chunk_tokens)
+        if limit_s < math.inf:
+            fits = self._cost.prefill_tokens_within(self._load, limit_s, request.computed)
+            if fits < least:
+                return min(least, self._budget) if may_insist else 0
+            unread = min(unread, fits)
+        return min(unread, self._budget)
+
+    def _is_full(self) -> bool:
+        least = self._settings.min_chunk_tokens
+        return self._cost.prefill_tokens_within(self._load, self._wide_s, 0) < least
+
+    def _add(self, tenant: Tenant, request: Request, tokens: int) -> None:
+        self._plan.prefill[request.key] = tokens
+        self._load.add_prefill(tokens, request.computed)
+        self._budget -= tokens
+        if self._is_shared and self._is_light(tenant):
+            self._light_load.add_prefill(tokens, request.computed)
+
+    def _admit(self, tenant: Tenant, request: Request) -> bool:
+        """Find a slot and KV blocks for a waiting request, and take it out of its queue."""
+        own = [other for other in self._plan.admit if other.tenant is tenant]
+        if tenant.slots is not None and len(tenant.running) + len(own) >= tenant.slots:
+            return False
+        is_urgent = self._is_urgent(request)
+        kept = self._planner._reserved_slots if self._is_shared and not (is_urgent or self._is_light(tenant)) else 0
+        if self._slots <= kept and not self._make_slot(request, is_urgent=is_urgent):
+            return False
+        if not self._reserve_blocks(tenant, request, own):
+            return False
+        tenant.take()
+        self._slots -= 1
+        self._take -= 1
+        self._plan.admit.append(request)
+        return True
+
+    def _make_slot(self, request: Request, *, is_urgent: bool) -> bool:
+        if self._plan.preempt:
+            return False
+        victim = victim_for_admission(self._roster, self._now_s) if self._slots <= 0 else None
+        if victim is None and is_urgent:
+            victim = victim_for_slot(self._roster.running(), request)
+        if victim is not None:
+            self._preempt(victim)
+        return victim is not None
+
+    def _preempt(self, victim: Request) -> None:
+        self._plan.preempt.append(victim)
+        self._plan.prefill.pop(victim.key, None)
+        self._slots += 1
+        self._kv_free_blocks += self._roster.blocks(victim.position)
+        if self._blocks >= 0:
+            self._blocks += self._roster.blocks(victim.position)
+
+    def _reserve_blocks(self, tenant: Tenant, request: Request, own: list[Request]) -> bool:
+        roster = self._roster
+        most = self._settings.kv_blocks if tenant.kv_blocks is None else tenant.kv_blocks
+        wanted = min(roster.blocks(request.reserved_tokens + 1), most)
+        if tenant.kv_blocks is not None:
+            growing = [r for r in tenant.running.values() if r.is_protected or r.phase is not Phase.DECODE]
+            promised = roster.outstanding(growing + own)
+            if tenant.blocks + promised + wanted > tenant.kv_blocks:
+                return False
+        if self._blocks < 0:
+            # Those who decode grow: a few steps' worth of it is kept free for them.
+            kept = len(roster.decoders) // 4
+            self._blocks = max(0, self._kv_free_blocks - roster.promised() - kept)
+        if wanted > self._blocks and not self._plan.preempt:
+            victim = victim_for_admission(roster, self._now_s)
+            if victim is not None:
+                self._preempt(victim)
+        if wanted > self._blocks:
+            # Whose turn it is waits for blocks; to let smaller requests pass by would let it wait for ever.
+            self._take = 0
+            return False
+        self._blocks -= wanted
+        return True

@@ -1,0 +1,393 @@
+"""What each step of an engine does for whom: the scheduling policy, without an engine and without a clock.
+
+One object serves one engine, in the process that makes its steps. Its owner reports what happens to requests
+(`submitted`, `paused`, `resumed`, `preempted`, `finished`), and for each step calls, in this order:
+
+    step_begins     what to change before the step, and what may be read in it
+    step_scheduled  what the engine has put into the step
+    step_ended      the step's time
+
+Steps may overlap, as with asynchronous scheduling: the next one may begin and be scheduled before the last one has
+ended; they end in the order in which they began. When nothing can be done, `wake_at` says when a step makes sense.
+
+What holds:
+
+* A tenant with a hard share or a token rate is left out of the steps while it has no credit (see `bucket`), even when
+  the engine has nothing else to do. Others are never left out. A hard share is one of the slots too: else requests of
+  a tenant that is mostly held would in time have them all.
+* Whose requests are admitted and read next follows virtual counters (see `fairness` and `planner`).
+* No request is preempted more than `states.MAX_PREEMPTIONS` times (see `preemption`).
+* A tenant whose `tokens_left` are used up gets nothing more; once its last step has ended its requests end.
+
+The work of a step is proportional to the tenants that decode and to the requests that change their state.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from seedance.engine.accounting import Accounts
+from seedance.engine.admission import AdmissionWindow
+from seedance.engine.bucket import Bucket
+from seedance.engine.cost import CostModel
+from seedance.engine.fairness import Usage
+from seedance.engine.planner import Planner
+from seedance.engine.preemption import keep_kv_limits, make_room, preempt
+from seedance.engine.roster import Roster
+from seedance.engine.scheduling import PolicySettings, Step, TenantLimits, TenantStatistics
+from seedance.engine.states import Key, Phase, Request, Tenant
+from seedance.errors import EngineError
+
+_IDLE_WAKE_S: Final = 0.1
+_START_WINDOW_S: Final = 10.0
+_SHORT_TOKENS: Final = 1_000
+_ROUNDING_S: Final = 1e-9
+_NONE: Final[Mapping[Key, int]] = MappingProxyType({})
+
+
+class Policy:
+    """The scheduling of one engine's steps; `now_s` is in seconds of any monotonic clock and never goes back."""
+
+    def __init__(self, settings: PolicySettings, now_s: float, cost: CostModel | None = None) -> None:
+        self._settings = settings
+        self.cost = cost or CostModel()
+        self._roster = Roster(settings.block_tokens)
+        self._usage = Usage(settings.usage_window_s, now_s)
+        self._window = AdmissionWindow(settings.window, now_s)
+        self._accounts = Accounts(self._roster, self.cost, self._usage, now_s)
+        self._planner = Planner(settings, self._roster, self.cost, self._usage, self._window)
+        self._releases: list[tuple[float, int, Tenant]] = []
+        self._exhausted: dict[Tenant, None] = {}
+        self._kv_limited: dict[Tenant, None] = {}
+        self._recent: dict[Tenant, float] = {}
+        self._newcomers: dict[Key, Request] = {}
+        self._begun_s = now_s
+        self._is_stuck = False
+
+    # -- tenants ------------------------------------------------------------------------------------------------------
+
+    def set_tenant(self, row: int, limits: TenantLimits, now_s: float) -> None:
+        """Make a tenant known, or give it other limits; what it has used, owes and runs stays."""
+        tenant = self._tenant(row)
+        if tenant.has_work:
+            self._roster.active_weight += limits.weight - tenant.weight
+        tenant.weight = limits.weight
+        tenant.inverse_weight = 1 / limits.weight
+        share = None if limits.share is None or limits.share >= 1 else limits.share
+        tenant.credit = self._bucket(tenant.credit, share, 0.0, now_s)
+        tenant.slots = None if share is None else max(1, math.ceil(share * self._settings.slots))
+        tenant.pace = self._bucket(tenant.pace, limits.tokens_per_s, 1.0, now_s)
+        tenant.is_metered = tenant.pace is not None or tenant.tokens_left is not None
+        tenant.kv_blocks = None
+        self._kv_limited.pop(tenant, None)
+        if limits.kv_share is not None and limits.kv_share < 1:
+            tenant.kv_blocks = max(1, int(self._settings.kv_blocks * limits.kv_share))
+            self._kv_limited[tenant] = None
+        if tenant.is_held:
+            self._plan_release(tenant, now_s)
+        self._is_stuck = False
+
+    def set_tokens_left(self, row: int, tokens: int | None, now_s: float) -> None:
+        """Set how many output tokens a tenant may still get, from now on; None for any number."""
+        tenant = self._tenant(row)
+        tenant.tokens_left = tokens
+        tenant.is_metered = tenant.pace is not None or tokens is not None
+        if tokens is not None and tokens <= 0:
+            self._exhaust(tenant, now_s)
+        elif tenant.is_exhausted:
+            tenant.is_exhausted = False
+            self._exhausted.pop(tenant, None)
+            self._plan_release(tenant, now_s)
+
+    def remove_tenant(self, row: int) -> None:
+        """Forget a tenant, which must have no requests; its counters go too."""
+        tenant = self._roster.tenants.get(row)
+        if tenant is None:
+            return
+        assert not tenant.has_work, "a tenant is removed while it has requests"
+        del self._roster.tenants[row]
+        for known in (self._kv_limited, self._recent, self._exhausted):
+            known.pop(tenant, None)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def submitted(
+        self,
+        key: Key,
+        row: int,
+        prompt_tokens: int,
+        max_tokens: int,
+        now_s: float,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        rtt_s: float = 0.0,
+        rtt_variance_s: float = 0.0,
+    ) -> None:
+        """Take a new request; a tenant that nobody has set has no limits.
+
+        `deadline_s` is when its first token should be out. Raises EngineError when its KV can never fit.
+        """
+        tenant = self._tenant(row)
+        blocks = self._roster.blocks(prompt_tokens + 1)
+        most = self._settings.kv_blocks if tenant.kv_blocks is None else tenant.kv_blocks
+        if blocks > most:
+            raise EngineError(
+                "context_too_long",
+                f"cannot take a prompt of {prompt_tokens} tokens: it needs {blocks} KV blocks and may have {most}",
+            )
+        request = Request(key, tenant, prompt_tokens, max_tokens, now_s)
+        request.priority = priority
+        request.deadline_s = deadline_s
+        request.advance_s = self._advance_s(prompt_tokens + max_tokens, rtt_s, rtt_variance_s)
+        request.order_s = now_s - request.advance_s - self._settings.priority_s * priority
+        if deadline_s is not None:
+            request.order_s = max(now_s - self._settings.priority_s, min(request.order_s, deadline_s - 1.0))
+        self._recent.pop(tenant, None)
+        if tenant.is_held and not tenant.has_work:
+            tenant.held_since_s = now_s
+            heapq.heappush(self._releases, (tenant.release_s, tenant.row, tenant))
+        self._roster.submit(request)
+        if tenant.is_exhausted:
+            self._exhausted[tenant] = None
+        self._window.request_arrived(now_s)
+        self._is_stuck = False
+
+    def finished(self, key: Key, now_s: float) -> None:
+        """Forget a request that has ended, for whatever reason; an unknown one is ignored."""
+        request = self._roster.finish(key)
+        if request is not None:
+            self._is_stuck = False
+            self._rest(request.tenant, now_s)
+
+    def paused(self, key: Key, now_s: float) -> None:
+        """Leave a request out until it is resumed; an unknown or paused one is ignored."""
+        request = self._roster.requests.get(key)
+        if request is not None and not request.is_paused:
+            self._roster.pause(request, now_s)
+
+    def resumed(self, key: Key) -> None:
+        """Take a paused request in again; an unknown or running one is ignored."""
+        request = self._roster.requests.get(key)
+        if request is not None and request.is_paused:
+            self._roster.resume(request)
+            self._is_stuck = False
+
+    def preempted(self, key: Key) -> None:
+        """Note that the engine, of its own accord, took a request's slot and KV blocks."""
+        request = self._roster.requests.get(key)
+        if request is not None and request.phase is not Phase.WAITING:
+            self._roster.preempt(request)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def step_begins(self, now_s: float, kv_free_blocks: int, slots_free: int) -> Step:
+        """Decide the coming step; `slots_free` counts slots without a request, held requests have theirs."""
+        roster = self._roster
+        self._begun_s = now_s
+        self._usage.set_time(now_s, roster.tenants.values())
+        self._release_due(now_s)
+        step = Step([], [], [], [], [], {})
+        if self._exhausted:
+            step.end += self._end_exhausted(now_s)
+        if self._kv_limited:
+            kv_free_blocks += keep_kv_limits(roster, self._kv_limited, step, now_s)
+        kv_free_blocks = make_room(roster, step, kv_free_blocks, now_s)
+        slots_free += len(step.preempt)
+        plan = self._planner.plan(now_s, kv_free_blocks, slots_free, is_shared=self._is_shared(now_s))
+        for victim in plan.preempt:
+            preempt(roster, victim, step)
+        self._newcomers = {request.key: request for request in plan.admit}
+        if roster.hold:
+            for key, is_left_out in roster.hold.items():
+                (step.hold if is_left_out else step.release).append(key)
+            roster.hold.clear()
+        step.admit.extend(self._newcomers)
+        step.prefill.update(plan.prefill)
+        return step
+
+    def step_scheduled(self, scheduled: Mapping[Key, int], now_s: float, cached: Mapping[Key, int] = _NONE) -> None:
+        """Take what the engine put into the step: tokens by request, the whole of them.
+
+        `cached` says how many tokens of a request that was admitted in this step were in the prefix cache already.
+        """
+        newcomers, self._newcomers = self._newcomers, {}
+        for request in newcomers.values():
+            if request.key in scheduled:
+                self._count_start(request.tenant, now_s)
+        if newcomers:
+            self._window.requests_taken(sum(t.queued for t in self._roster.counters.waiting) - len(newcomers), now_s)
+        for tenant in self._accounts.step_scheduled(scheduled, newcomers, cached, self._begun_s, now_s):
+            self._tokens_spent(tenant, now_s)
+        # Nothing could be done though the window was open: so it will be until something happens.
+        self._is_stuck = not scheduled and self._planner.opens_s(now_s, is_reading=False) <= now_s
+
+    def step_ended(self, now_s: float, step_s: float | None = None) -> None:
+        """Charge the oldest step that has not ended; an empty one too must end.
+
+        `step_s` is how long it took; None for since it began, or since the step before it ended where that was later.
+        """
+        for tenant, charge_s in self._accounts.step_ended(now_s, step_s):
+            assert tenant.credit is not None
+            # Not at the first credit: to be left out of every other step makes more work than it smooths.
+            self._hold(tenant, tenant.credit.due_s(2 * charge_s, now_s), now_s)
+
+    def wake_at(self, now_s: float) -> float | None:
+        """Return when a step can do something; `now_s` means at once, None not before something happens."""
+        roster = self._roster
+        if roster.decoders or any(not request.is_left_out for request in roster.prefilling.values()):
+            return now_s
+        due_s = math.inf
+        if any(self._is_over(tenant) for tenant in self._exhausted):
+            return now_s
+        while self._releases and not self._counts(self._releases[0]):
+            heapq.heappop(self._releases)
+        if self._releases:
+            due_s = self._releases[0][0]
+        if roster.counters.waiting:
+            if not self._is_stuck:
+                due_s = min(due_s, self._planner.opens_s(now_s, is_reading=False))
+            elif any(request.is_paused for request in roster.running()):
+                due_s = min(due_s, now_s + _IDLE_WAKE_S)  # idle blocks may be had by then
+        return None if due_s == math.inf else max(now_s, due_s)
+
+    def wait_s(self, row: int, now_s: float) -> float | None:
+        """Return how long a request that joins the tenant's queue now would wait, as it drains; None if unknown."""
+        tenant = self._roster.tenants.get(row)
+        if tenant is None or not tenant.queued:
+            return 0.0
+        rate = tenant.start_rate * math.exp((tenant.started_at_s - now_s) / _START_WINDOW_S) / _START_WINDOW_S
+        return (tenant.queued + 1) / rate if rate > 0 else None
+
+    def statistics(self, now_s: float) -> dict[int, TenantStatistics]:
+        """Return the counters of every tenant, by row."""
+        return {row: self._statistics(tenant, now_s) for row, tenant in self._roster.tenants.items()}
+
+    # -- holding ------------------------------------------------------------------------------------------------------
+
+    def _tokens_spent(self, tenant: Tenant, now_s: float) -> None:
+        if tenant.tokens_left is not None and tenant.tokens_left <= 0:
+            self._exhaust(tenant, now_s)
+        elif tenant.pace is not None:
+            self._hold(tenant, tenant.pace.due_s(1.0, now_s), now_s)
+
+    def _exhaust(self, tenant: Tenant, now_s: float) -> None:
+        tenant.is_exhausted = True
+        self._exhausted[tenant] = None
+        self._hold(tenant, math.inf, now_s)
+
+    def _hold(self, tenant: Tenant, release_s: float, now_s: float) -> None:
+        tenant.release_s = max(release_s, tenant.release_s) if tenant.is_held else release_s
+        if not tenant.is_held:
+            tenant.held_since_s = now_s
+            self._roster.hold_tenant(tenant)
+        if tenant.release_s < math.inf:
+            heapq.heappush(self._releases, (tenant.release_s, tenant.row, tenant))
+
+    def _counts(self, entry: tuple[float, int, Tenant]) -> bool:
+        """Return whether a planned release is still meant; that of an idle tenant is made up when it comes back."""
+        release_s, _, tenant = entry
+        return tenant.is_held and release_s == tenant.release_s and tenant.has_work
+
+    def _release_due(self, now_s: float) -> None:
+        releases = self._releases
+        while releases and releases[0][0] <= now_s + _ROUNDING_S:
+            entry = heapq.heappop(releases)
+            if self._counts(entry):
+                self._release(entry[2], now_s)
+
+    def _release(self, tenant: Tenant, now_s: float) -> None:
+        tenant.held_s += now_s - tenant.held_since_s
+        self._roster.release_tenant(tenant)
+        self._is_stuck = False
+
+    def _rest(self, tenant: Tenant, now_s: float) -> None:
+        """Note that a tenant may have no work any more."""
+        if tenant.has_work:
+            return
+        self._recent.pop(tenant, None)
+        self._recent[tenant] = now_s
+        if tenant.is_held:
+            tenant.held_s += now_s - tenant.held_since_s
+
+    def _plan_release(self, tenant: Tenant, now_s: float) -> None:
+        """Find out anew when a held tenant is to be released, as its limits or budget are others now."""
+        if not tenant.is_held or tenant.is_exhausted:
+            return
+        due_s = now_s
+        if tenant.credit is not None and tenant.credit.level(now_s) <= 0:
+            due_s = tenant.credit.due_s(tenant.credit.burst, now_s)
+        if tenant.pace is not None and tenant.pace.level(now_s) <= 0:
+            due_s = max(due_s, tenant.pace.due_s(1.0, now_s))
+        tenant.release_s = due_s
+        heapq.heappush(self._releases, (due_s, tenant.row, tenant))
+
+    def _end_exhausted(self, now_s: float) -> list[Key]:
+        """Forget the requests of tenants whose tokens are used up and whose last step has ended; returns them."""
+        end: list[Key] = []
+        for tenant in [tenant for tenant in self._exhausted if self._is_over(tenant)]:
+            del self._exhausted[tenant]
+            keys = [key for key, request in self._roster.requests.items() if request.tenant is tenant]
+            for key in keys:
+                self._roster.finish(key)
+            end += keys
+            self._rest(tenant, now_s)
+        return end
+
+    def _is_over(self, tenant: Tenant) -> bool:
+        return tenant.last_scheduled <= self._accounts.ended_steps
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def _tenant(self, row: int) -> Tenant:
+        tenant = self._roster.tenants.get(row)
+        if tenant is None:
+            tenant = self._roster.tenants[row] = Tenant(row, self._settings.block_tokens)
+        return tenant
+
+    def _bucket(self, bucket: Bucket | None, rate: float | None, least: float, now_s: float) -> Bucket | None:
+        if rate is None:
+            return None
+        burst = max(rate * self._settings.burst_s, least)
+        debt = rate * self._settings.max_hold_s
+        if bucket is None:
+            return Bucket(rate, burst, debt, now_s)
+        bucket.set_limits(rate, burst, debt, now_s)
+        return bucket
+
+    def _advance_s(self, tokens: int, rtt_s: float, rtt_variance_s: float) -> float:
+        """Return how much earlier a request counts as submitted: for a far or jittery client, and when it is short."""
+        short_s = self._settings.max_advance_s / 2 / (1 + tokens / _SHORT_TOKENS)
+        return short_s + min(self._settings.max_advance_s / 2, rtt_s + 2 * rtt_variance_s)
+
+    def _is_shared(self, now_s: float) -> bool:
+        """Return whether more than one tenant has work, or had it lately."""
+        recent = self._recent
+        while recent and next(iter(recent.values())) < now_s - self._settings.shared_for_s:
+            del recent[next(iter(recent))]
+        return len(recent) + self._roster.active > 1
+
+    def _count_start(self, tenant: Tenant, now_s: float) -> None:
+        fade = math.exp((tenant.started_at_s - now_s) / _START_WINDOW_S)
+        tenant.start_rate = tenant.start_rate * fade + 1
+        tenant.started_at_s = now_s
+
+    def _statistics(self, tenant: Tenant, now_s: float) -> TenantStatistics:
+        return TenantStatistics(
+            step_s=tenant.step_s,
+            prompt_tokens=tenant.prompt_tokens,
+            output_tokens=tenant.output_tokens,
+            held_s=tenant.held_s + (now_s - tenant.held_since_s if tenant.is_held and tenant.has_work else 0.0),
+            preemptions=tenant.preemptions,
+            recomputed_tokens=tenant.recomputed_tokens,
+            queue_s=tenant.queue_s,
+            started=tenant.started,
+            running=len(tenant.running),
+            waiting=tenant.queued + tenant.paused_waiting,
+            kv_blocks=tenant.blocks,
+            is_held=tenant.is_held,
+        )

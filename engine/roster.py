@@ -1,0 +1,247 @@
+"""The tenants and requests that a scheduling policy knows, and the states they go through.
+
+    waiting ──admit──► prefill ──all of the prompt read──► decode ──finish──► gone
+       ▲                  │                                  │
+       └─────preempt──────┴──────────────────────────────────┘        a preempted request reads prompt and output again
+
+Beside that a request may be paused (its client does not read) and a tenant held (it has no credit). Such a running
+request keeps its KV blocks and is left out of the steps. `hold` tells the engine's side which requests to leave out and
+which to take in again.
+
+Nothing here decides. Everything is O(1) or proportional to the requests that change their state.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+
+from seedance.engine.fairness import VirtualCounters
+from seedance.engine.states import Key, Phase, Request, Tenant
+
+
+class Roster:
+    """All tenants and requests.
+
+    `decoders` are the requests that take a token in every step, `decoding` their tenants; `protected` those running
+    requests that must not be preempted, `idle` those that are paused, longest first. `counters.waiting` has the
+    tenants of which a request may be admitted: not held, and somebody waits. `hold` collects, until it is emptied,
+    which running requests are to be left out of the steps (True) or taken in again (False). `active` tenants have work,
+    of `active_weight` together; `pressing` waiting requests may be urgent.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.tenants: dict[int, Tenant] = {}
+        self.requests: dict[Key, Request] = {}
+        self.decoders: dict[Key, Request] = {}
+        self.decoding: dict[Tenant, None] = {}
+        self.prefilling: dict[Key, Request] = {}
+        self.protected: dict[Key, Request] = {}
+        self.idle: dict[Key, Request] = {}
+        self.counters: VirtualCounters[Tenant] = VirtualCounters()
+        self.active = 0
+        self.active_weight = 0.0
+        self.pressing = 0
+        self.hold: dict[Key, bool] = {}
+        self._ticket = 0
+
+    def blocks(self, tokens: int) -> int:
+        """Return how many KV blocks hold that many tokens."""
+        return -(-tokens // self.block_tokens)
+
+    def submit(self, request: Request) -> None:
+        """Take in a new request, as waiting."""
+        assert request.key not in self.requests, "a request with this key is there already"
+        if not request.tenant.has_work:
+            self.active += 1
+            self.active_weight += request.tenant.weight
+        self.requests[request.key] = request
+        self.enqueue(request)
+
+    def enqueue(self, request: Request) -> None:
+        """Let a waiting request stand in its tenant's queue, at the place of its `order_s`."""
+        tenant = request.tenant
+        self._ticket += 1
+        request.ticket = self._ticket
+        heapq.heappush(tenant.queue, (request.order_s, self._ticket, request))
+        tenant.queued += 1
+        self.pressing += request.may_be_urgent
+        if not tenant.is_held:
+            self.counters.enter(tenant)
+
+    def admit(self, request: Request, cached_tokens: int, now_s: float) -> None:
+        """Give a waiting request a slot; `cached_tokens` of it are in the prefix cache."""
+        tenant = request.tenant
+        self._dequeue(request)
+        request.phase = Phase.PREFILL
+        request.computed = cached_tokens
+        request.is_left_out = False
+        tenant.blocks += self.blocks(cached_tokens)
+        tenant.running[request.key] = request
+        tenant.prefilling[request.key] = self.prefilling[request.key] = request
+        if request.is_paused:
+            self.idle[request.key] = request
+        if request.is_protected:
+            self.protected[request.key] = request
+        if not request.preemptions:
+            tenant.queue_s += now_s - request.queued_s
+            tenant.started += 1
+
+    def prompt_read(self, request: Request, tokens: int) -> bool:
+        """Count prompt tokens that a step has read; returns whether the request's next token has come out of it."""
+        tenant = request.tenant
+        tenant.blocks += self.blocks(request.computed + tokens) - self.blocks(request.computed)
+        request.computed += tokens
+        if request.computed < request.target:
+            return False
+        del tenant.prefilling[request.key]
+        del self.prefilling[request.key]
+        request.phase = Phase.DECODE
+        if not request.is_paused:
+            self._join(request)
+        return True
+
+    def preempt(self, request: Request) -> None:
+        """Take the slot and the KV blocks from a running request: it waits again and will be read anew."""
+        tenant = request.tenant
+        computed = request.position
+        billed = computed
+        if request.phase is Phase.DECODE:
+            # The last token came out, and was not yet read.
+            billed = request.target = computed + 1
+        request.billed_tokens = max(request.billed_tokens, billed)
+        self._leave(request)
+        request.phase = Phase.WAITING
+        request.computed = 0
+        request.preemptions += 1
+        whole = request.prompt_tokens + request.max_tokens
+        request.reserved_tokens = max(request.target, whole) if request.is_protected else request.target
+        tenant.preemptions += 1
+        tenant.recomputed_tokens += computed
+        if request.is_paused:
+            tenant.paused_waiting += 1
+        else:
+            self.enqueue(request)
+
+    def finish(self, key: Key) -> Request | None:
+        """Forget a request, whatever its state; None for an unknown one."""
+        request = self.requests.pop(key, None)
+        if request is None:
+            return None
+        tenant = request.tenant
+        if request.phase is not Phase.WAITING:
+            self._leave(request)
+        elif request.is_paused:
+            tenant.paused_waiting -= 1
+        else:
+            self._dequeue(request)
+        self.hold.pop(key, None)
+        if not tenant.has_work:
+            self.active -= 1
+            self.active_weight -= tenant.weight
+            tenant.queue.clear()
+        return request
+
+    def pause(self, request: Request, now_s: float) -> None:
+        """Leave a request out until it is resumed."""
+        tenant = request.tenant
+        if request.phase is Phase.WAITING:
+            self._dequeue(request)
+            tenant.paused_waiting += 1
+        elif request.phase is Phase.DECODE:
+            self._part(request)
+        request.is_paused = True
+        request.paused_s = now_s
+        if request.phase is not Phase.WAITING:
+            self.idle[request.key] = request
+        self._tell(request)
+
+    def resume(self, request: Request) -> None:
+        """Take a paused request in again."""
+        tenant = request.tenant
+        request.is_paused = False
+        self.idle.pop(request.key, None)
+        if request.phase is Phase.WAITING:
+            tenant.paused_waiting -= 1
+            self.enqueue(request)
+        elif request.phase is Phase.DECODE:
+            self._join(request)
+        self._tell(request)
+
+    def hold_tenant(self, tenant: Tenant) -> None:
+        """Leave a tenant out of the steps."""
+        tenant.is_held = True
+        self.counters.leave(tenant)
+        self.decoding.pop(tenant, None)
+        for key, request in tenant.running.items():
+            self.decoders.pop(key, None)
+            self._tell(request)
+
+    def release_tenant(self, tenant: Tenant) -> None:
+        """Take a held tenant in again."""
+        tenant.is_held = False
+        if tenant.queued:
+            self.counters.enter(tenant)
+        if tenant.group.size:
+            self.decoding[tenant] = None
+        for key, request in tenant.running.items():
+            if request.phase is Phase.DECODE and not request.is_paused:
+                self.decoders[key] = request
+            self._tell(request)
+
+    def outstanding(self, requests: Iterable[Request]) -> int:
+        """Return how many KV blocks are promised to running requests beyond those they have, the next token's too."""
+        return sum(
+            max(0, self.blocks(request.reserved_tokens + 1) - self.blocks(request.position)) for request in requests
+        )
+
+    def promised(self) -> int:
+        """Return the KV blocks that are promised to all who read a prompt, or must not be preempted."""
+        return self.outstanding((self.prefilling | self.protected).values())
+
+    def running(self) -> Iterator[Request]:
+        """Yield every request that has a slot."""
+        for tenant in self.tenants.values():
+            yield from tenant.running.values()
+
+    def _tell(self, request: Request) -> None:
+        is_left_out = request.is_paused or request.tenant.is_held
+        if request.phase is not Phase.WAITING and is_left_out != request.is_left_out:
+            request.is_left_out = is_left_out
+            self.hold[request.key] = is_left_out
+
+    def _dequeue(self, request: Request) -> None:
+        tenant = request.tenant
+        request.ticket = 0
+        tenant.queued -= 1
+        self.pressing -= request.may_be_urgent
+        if not tenant.queued:
+            self.counters.leave(tenant)
+
+    def _join(self, request: Request) -> None:
+        tenant = request.tenant
+        tenant.group.join(request)
+        if not tenant.is_held:
+            self.decoders[request.key] = request
+            self.decoding[tenant] = None
+
+    def _part(self, request: Request) -> None:
+        tenant = request.tenant
+        tenant.group.leave(request)
+        self.decoders.pop(request.key, None)
+        if not tenant.group.size:
+            self.decoding.pop(tenant, None)
+
+    def _leave(self, request: Request) -> None:
+        tenant = request.tenant
+        if request.phase is Phase.PREFILL:
+            del tenant.prefilling[request.key]
+            del self.prefilling[request.key]
+        elif not request.is_paused:
+            self._part(request)
+        tenant.blocks -= self.blocks(request.computed)
+        del tenant.running[request.key]
+        self.protected.pop(request.key, None)
+        self.idle.pop(request.key, None)
+        self.hold.pop(request.key, None)

@@ -1,0 +1,94 @@
+"""What a scheduling policy is told of an engine and its tenants, and what it answers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from seedance.engine.admission import WindowSettings
+from seedance.engine.states import Key
+
+
+class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy is told of its engine, and its own constants.
+
+    `slots` requests may run at once; a step takes `step_tokens` at most; `kv_blocks` of `block_tokens` hold the KV.
+
+    A hard share saves up `burst_s` x share of engine time, and a token rate `burst_s` of tokens; debt is bounded by
+    what `max_hold_s` pays back. `shared_for_s` is how long a tenant that has left still counts as being there;
+    `usage_window_s` is the memory for what tenants use. `reserved_slots` are kept for light tenants while there is more
+    than one tenant; None is one of 32. Advances are in seconds of engine time; `priority_s` is how much earlier,
+    for each step of its priority, a request counts as submitted among its own tenant's.
+    """
+
+    slots: int
+    kv_blocks: int
+    block_tokens: int = 16
+    step_tokens: int = 2048
+    burst_s: float = 0.2
+    max_hold_s: float = 30.0
+    step_target_s: float = 0.03
+    protected_slowdown: float = 1.15
+    light_fraction: float = 0.5
+    patience_s: float = 0.25
+    usage_window_s: float = 5.0
+    shared_for_s: float = 10.0
+    min_chunk_tokens: int = 16
+    reserved_slots: int | None = None
+    light_advance_s: float = 0.05
+    urgent_advance_s: float = 1.0
+    max_advance_s: float = 0.1
+    priority_s: float = 10.0
+    window: WindowSettings = WindowSettings()
+
+
+class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant's limits as the scheduler keeps them; None is no limit.
+
+    `weight` is its class's, against other tenants'. `share` is of the engine's time, `kv_share` of its KV blocks.
+    `tokens_per_s` counts prompt and output tokens, those from the prefix cache left out.
+    """
+
+    weight: float = 1.0
+    share: float | None = None
+    kv_share: float | None = None
+    tokens_per_s: float | None = None
+
+
+class Step(msgspec.Struct):
+    """What the engine's side does before and in a step; `preempt`, `end`, `hold` and `release` in this order.
+
+    `preempt`: running requests that lose slot and KV blocks, and wait again.
+    `end`: requests, running or waiting, to be finished with `quota_exceeded`. The policy has forgotten them.
+    `hold`, `release`: running requests to leave out of this step and the next ones, and to take in again. One that gets
+    a slot is not held.
+    `prefill`: the most tokens to read of each request that is not decoding; none of any other. `admit` are those of
+    them that wait, in the order in which they get a slot. What is not scheduled is planned anew.
+    """
+
+    preempt: list[Key]
+    end: list[Key]
+    hold: list[Key]
+    release: list[Key]
+    admit: list[Key]
+    prefill: dict[Key, int]
+
+
+class TenantStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the tenant became known; the present values are `running`, `waiting`, `kv_blocks`, `is_held`.
+
+    `step_s` is engine time charged. `prompt_tokens` counts those read, again or not; `recomputed_tokens` had been
+    computed before a preemption. `queue_s` sums the waits of the `started` requests for their first slot.
+    """
+
+    step_s: float
+    prompt_tokens: int
+    output_tokens: int
+    held_s: float
+    preemptions: int
+    recomputed_tokens: int
+    queue_s: float
+    started: int
+    running: int
+    waiting: int
+    kv_blocks: int
+    is_held: bool

@@ -1,0 +1,67 @@
+"""What `kernel` needs of a machine, and how it is opened; tests put others in their place.
+
+Each method raises KernelError with the reason why this machine has none of it for us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from seedance.bpf.abi import TenantTraffic
+from seedance.bpf.observe import ObservedUsage, Observer
+from seedance.qos.cgroup import CgroupTree
+from seedance.qos.cgroup_site import find_site
+from seedance.qos.network import NetworkLimits
+from seedance.qos.plan import Rates
+from seedance.qos.settings import KernelSettings
+
+
+class NetworkSide(Protocol):
+    """See `network.NetworkLimits`."""
+
+    off: dict[str, str]
+
+    @property
+    def notes(self) -> dict[str, str]: ...
+    @property
+    def pins(self) -> Path: ...
+    def fileno(self) -> int: ...
+    def devices_changed(self) -> None: ...
+    def set_ports(self, ports: Collection[int]) -> None: ...
+    def read_rates(self) -> dict[int, Rates]: ...
+    def read_rate(self, index: int) -> Rates | None: ...
+    def set_rates(self, index: int, rates: Rates) -> None: ...
+    def remove_rates(self, index: int) -> None: ...
+    def traffic(self, index: int) -> TenantTraffic: ...
+    def attachments(self) -> list[str]: ...
+    def remove(self) -> list[str]: ...
+
+
+class ObserverSide(Protocol):
+    """See `bpf.observe.Observer`."""
+
+    off: dict[str, str]
+
+    def tenants_changed(self, cgroup_ids: Mapping[int, int]) -> None: ...
+    def forget(self, index: int) -> None: ...
+    def usage(self) -> dict[int, ObservedUsage]: ...
+    def close(self) -> None: ...
+
+
+class Machine:
+    """The machine on which this process runs."""
+
+    def tree(self, settings: KernelSettings) -> CgroupTree | str:
+        """Take our part of the cgroup tree, or say why there is none."""
+        site = find_site(settings.cgroup, settings.name)
+        return site if isinstance(site, str) else CgroupTree(site)
+
+    def network(self, settings: KernelSettings, sockets: Path | str) -> NetworkSide:
+        """Set the network limits up; see `NetworkLimits` for `sockets`."""
+        return NetworkLimits(settings, sockets)
+
+    def observer(self, settings: KernelSettings, sockets: Path | None, pins: Path) -> ObserverSide:
+        """Attach the observing programs."""
+        return Observer(cgroup=sockets, pins=pins, cuda_library=settings.cuda_library)
