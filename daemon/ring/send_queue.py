@@ -4,8 +4,8 @@ A batch is up to 256 frames, joined into one pool buffer, and one SQE each. MSG_
 send inside the enter, MSG_WAITALL makes a short send post its count instead of passing for a full one, CQE_SKIP_SUCCESS
 makes a full send post nothing (never without WAITALL: a short send would be lost silently; `check` tries it at start).
 So the common case costs no completion, and its buffer is free when the enter returns. The last batch of a turn is left
-for the enter that waits: one system call a turn. What goes to many flows at once (`send_each`) does not wait that long,
-and touches none of them: with thousands of flows each is long out of the processor's cache when its turn comes.
+for the enter that waits: one system call a turn. What goes to many flows at once (`send_each`) becomes SQEs at once,
+and touches no flow: with thousands of them each is long out of the processor's cache when its turn comes.
 
 A flow whose socket did not take everything falls behind: the rest is its backlog, everything later is appended to that,
 and it is sent piece by piece as the socket polls writable, until it is empty. One send at most is in flight on a
@@ -109,6 +109,8 @@ class SendQueue:
 
     def send_each(self, fds: Sequence[int], frames: Sequence[bytes]) -> list[tuple[int, int]]:
         """See `driver.Driver`."""
+        if self._buffer is not None:
+            self.finish()
         left: list[tuple[int, int]] = []
         hindered = self.hindered
         if self._dirty:
@@ -121,8 +123,9 @@ class SendQueue:
             batch = fds[at : at + BATCH_SENDS], frames[at : at + BATCH_SENDS]
             data = b"".join(batch[1])
             if len(data) <= BATCH_BYTES:
+                if self._buffer is not None:
+                    self.finish()
                 self._push(*batch, data)
-                self.finish()
             else:
                 left += [(fd, self._send(fd, frame)) for fd, frame in zip(*batch, strict=True)]
         return [(fd, waiting_bytes) for fd, waiting_bytes in left if waiting_bytes]
@@ -221,6 +224,9 @@ class SendQueue:
             return
         self.partial_sends += 1
         self.hindered.add(flow.number)
+        if flow.out is not None:  # sent after this batch was made, and not to overtake it
+            rest += flow.out
+            flow.out = None
         if flow.backlog is None:
             flow.backlog = bytearray(rest)
         else:

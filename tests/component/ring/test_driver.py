@@ -130,6 +130,56 @@ def test_a_frame_to_each_of_which_some_do_not_keep_up(any_rig: Rig) -> None:
     any_rig.run(main)
 
 
+def test_what_follows_a_frame_to_each_does_not_overtake_it(any_rig: Rig) -> None:
+    async def main() -> None:
+        flow, _, peer = any_rig.flow(send_buffer=8192)
+        for at in range(0, len(BIG), 9000):
+            piece = BIG[at : at + 9000]
+            any_rig.driver.send_each([flow.fd], [piece[:6000]])
+            flow.send(piece[6000:8000])
+            any_rig.driver.send_each([flow.fd], [piece[8000:]])
+            await asyncio.sleep(0)
+        assert flow.backlog_bytes > 0, "the socket should be full"
+        assert await any_rig.in_thread(lambda: read_exactly(peer, len(BIG))) == BIG
+
+    any_rig.run(main)
+
+
+def test_a_flow_that_ends_in_the_turn_of_a_frame_to_each(any_rig: Rig) -> None:
+    async def main() -> None:
+        closed, closed_seen, closed_peer = any_rig.flow()
+        aborted, aborted_seen, _ = any_rig.flow()
+        other, _, other_peer = any_rig.flow()
+        any_rig.driver.send_each([closed.fd, aborted.fd, other.fd], [b"last words"] * 3)
+        closed.close()
+        aborted.abort()
+        replacement, _, replacement_peer = any_rig.flow()
+        other.send(b", and more")
+        assert await any_rig.in_thread(lambda: read_exactly(closed_peer, 10)) == b"last words"
+        assert await any_rig.in_thread(partial(closed_peer.recv, 1)) == b""
+        assert await any_rig.in_thread(lambda: read_exactly(other_peer, 20)) == b"last words, and more"
+        closed_peer.close()
+        await closed_seen.wait(lambda seen: bool(seen.lost))
+        await aborted_seen.wait(lambda seen: bool(seen.lost))
+        replacement.send(b"nothing else")
+        assert await any_rig.in_thread(lambda: read_exactly(replacement_peer, 12)) == b"nothing else"
+
+    any_rig.run(main)
+
+
+def test_a_frame_to_each_of_a_batch_costs_one_system_call(ring_rig: Rig) -> None:
+    async def main() -> None:
+        flows = [ring_rig.flow() for _ in range(64)]
+        await ring_rig.turns()
+        before = ring_rig.driver.statistics()
+        ring_rig.driver.send_each([flow.fd for flow, _, _ in flows], [b"now"] * 64)
+        await asyncio.sleep(0)  # a turn
+        after = ring_rig.driver.statistics()
+        assert (after.sends - before.sends, after.enters - before.enters) == (64, 1)
+
+    ring_rig.run(main)
+
+
 def test_large_frames_to_each(any_rig: Rig) -> None:
     async def main() -> None:
         flows = [any_rig.flow() for _ in range(40)]
