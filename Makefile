@@ -48,9 +48,10 @@ format: ## Put the code into the form that lint asks for
 	@.venv/bin/ruff check --fix-only --quiet . && .venv/bin/ruff format --quiet .
 
 .PHONY: test-vm
-test-vm: ## The ring and the wheels on a baseline processor under QEMU: KERNEL=package
+test-vm: bpf ## Under QEMU: the ring and the wheels on a baseline processor, the service in a Debian 13: KERNEL=package
 	@$(SETUP) base dev vm
 	@PYTHONPATH=tests $(PY) -m vm.run $(if $(KERNEL),--kernel $(KERNEL))
+	@PYTHONPATH=tests $(PY) -m vm.systemd_run
 
 AUTOBAHN := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/seedance/autobahn
 

@@ -1,1 +1,1 @@
-"""The kernel side: BPF programs and what loads them. Nothing is here yet."""
+"""The kernel side: BPF programs, what loads them, and typed views of their maps."""

@@ -34,8 +34,9 @@ ABI_SIZE(tenant_limit, 80);
 struct tenant_pace {
 	__u64 egress_departure_ns;
 	__u64 ingress_arrival_ns;
+	__u64 is_ingress_paced; /* 1 when the tenant's latest packet went out by egress_pace, which paces senders too */
 };
-ABI_SIZE(tenant_pace, 16);
+ABI_SIZE(tenant_pace, 24);
 
 /* Map tenant_traffic, by index and processor; written by the programs. What was dropped is not in the other counts. */
 struct tenant_traffic {

@@ -7,17 +7,14 @@
  *  egress_police  for devices without: drops what is over the rate. A local TCP takes that drop for a full queue, not
  *                 for loss: it keeps the data and tries again later.
  *
- * Under fq, an ingress limit is kept by the same means: what came in over the rate is acknowledged only when it is paid
- * for. To the sender this is a queue before a link of that rate, except that its data has arrived already; TCP's own
- * control settles on the rate, with any number of connections, and ingress_police has nothing to drop until the queue
- * is longer than it allows. Data that goes out waits for none of this, even if it carries an acknowledgement.
+ * Under fq, an ingress limit is kept by what goes out, too: see senders.bpf.h.
  *
  * A packet that goes through several of our devices (a bridge or VLAN and the card below) is counted once.
  */
 #include <linux/pkt_cls.h>
 
 #include "pace.bpf.h"
-#include "packet.bpf.h"
+#include "senders.bpf.h"
 #include "tenant.bpf.h"
 
 char LICENSE[] SEC("license") = "GPL";
@@ -67,27 +64,11 @@ static __always_inline __u64 take(const struct __sk_buff *skb, struct tenant *te
 	return pace_take(&tenant->pace->egress_departure_ns, now_ns, cost_ns, ahead_ns);
 }
 
-/* Link, IPv4 and TCP headers with all options: nothing larger can be without data. */
-#define ACKNOWLEDGEMENT_BYTES_MAX (14 + 60 + 60)
-
-/* True for a TCP segment that carries nothing but an acknowledgement. */
-static __always_inline int is_acknowledgement(struct __sk_buff *skb)
+/* Tells ingress_police whether the senders are paced. */
+static __always_inline void note_pacing(struct tenant *tenant, __u64 is_paced)
 {
-	struct packet packet = {};
-
-	if (skb->len > ACKNOWLEDGEMENT_BYTES_MAX || read_packet(skb, &packet) != READ_IP ||
-	    packet.protocol != IPPROTO_TCP)
-		return 0;
-	return packet.tcp.ack && !packet.tcp.syn && !packet.tcp.fin && !packet.tcp.rst &&
-	       packet.end == packet.transport + packet.tcp.doff * 4;
-}
-
-/* Returns when what has come in is paid for, if that is what the packet acknowledges. */
-static __always_inline __u64 ingress_paid_ns(struct __sk_buff *skb, struct tenant *tenant)
-{
-	if (!tenant->limit->ingress_bytes_per_s || !is_acknowledgement(skb))
-		return 0;
-	return READ_ONCE(tenant->pace->ingress_arrival_ns);
+	if (tenant->pace->is_ingress_paced != is_paced)
+		tenant->pace->is_ingress_paced = is_paced;
 }
 
 /* TCP that paces by itself (bbr) has set a time already: the later one holds. */
@@ -107,11 +88,12 @@ int egress_pace(struct __sk_buff *skb)
 
 	if (!claim(skb, &tenant))
 		return TC_ACT_UNSPEC;
+	note_pacing(&tenant, 1);
 	if (tenant.limit->egress_bytes_per_s)
 		departure_ns = take(skb, &tenant, now_ns, egress_horizon_ns);
 	if (departure_ns == PACE_REFUSED)
 		return drop(skb, tenant.traffic);
-	departure_ns = max(departure_ns, ingress_paid_ns(skb, &tenant));
+	departure_ns = max(departure_ns, pace_senders(skb, &tenant, now_ns));
 	if (departure_ns > now_ns) {
 		delay(skb, departure_ns);
 		tenant.traffic->egress_delayed_packets += packets_of(skb);
@@ -126,6 +108,7 @@ int egress_police(struct __sk_buff *skb)
 
 	if (!claim(skb, &tenant))
 		return TC_ACT_UNSPEC;
+	note_pacing(&tenant, 0);
 	if (tenant.limit->egress_bytes_per_s && take(skb, &tenant, bpf_ktime_get_ns(), egress_burst_ns) == PACE_REFUSED)
 		return drop(skb, tenant.traffic);
 	return pass(skb, tenant.traffic);

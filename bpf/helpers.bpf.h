@@ -23,8 +23,19 @@
 
 #define READ_ONCE(lvalue) (*(volatile typeof(lvalue) *)&(lvalue))
 
-#define min(a, b) ((a) < (b) ? (a) : (b))
-#define max(a, b) ((a) > (b) ? (a) : (b))
+/* Each argument is computed once. */
+#define min(a, b)                                                                                                      \
+	({                                                                                                             \
+		typeof(a) _a = (a);                                                                                    \
+		typeof(b) _b = (b);                                                                                    \
+		_a < _b ? _a : _b;                                                                                     \
+	})
+#define max(a, b)                                                                                                      \
+	({                                                                                                             \
+		typeof(a) _a = (a);                                                                                    \
+		typeof(b) _b = (b);                                                                                    \
+		_a > _b ? _a : _b;                                                                                     \
+	})
 
 #define htons(value) __builtin_bswap16(value)
 #define ntohs(value) __builtin_bswap16(value)
@@ -38,9 +49,14 @@ static long (*const bpf_skb_load_bytes)(const void *ctx, __u32 offset, void *to,
 					__u32 size) = (void *)BPF_FUNC_skb_load_bytes;
 static long (*const bpf_skb_load_bytes_relative)(const void *ctx, __u32 offset, void *to, __u32 size,
 						 __u32 start) = (void *)BPF_FUNC_skb_load_bytes_relative;
+static long (*const bpf_skb_store_bytes)(struct __sk_buff *ctx, __u32 offset, const void *from, __u32 size,
+					 __u64 flags) = (void *)BPF_FUNC_skb_store_bytes;
+static long (*const bpf_l4_csum_replace)(struct __sk_buff *ctx, __u32 offset, __u64 from, __u64 to,
+					 __u64 flags) = (void *)BPF_FUNC_l4_csum_replace;
 static long (*const bpf_skb_pull_data)(struct __sk_buff *ctx, __u32 size) = (void *)BPF_FUNC_skb_pull_data;
 static long (*const bpf_skb_set_tstamp)(struct __sk_buff *ctx, __u64 tstamp,
 					__u32 type) = (void *)BPF_FUNC_skb_set_tstamp;
+static void *(*const bpf_skc_to_tcp_sock)(void *sk) = (void *)BPF_FUNC_skc_to_tcp_sock;
 static struct bpf_sock *(*const bpf_sk_fullsock)(struct bpf_sock *sk) = (void *)BPF_FUNC_sk_fullsock;
 
 #endif

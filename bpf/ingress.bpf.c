@@ -2,9 +2,6 @@
 /*
  * Ingress limits of tenants: cgroup_skb/ingress on the service's group, where a packet has found its socket. The mark
  * is the socket's: what arrived before the socket got it, the handshake among it, is nobody's and passes uncounted.
- *
- * A sender that is merely cut off at a rate sends much in vain, and some of many connections starve. Under fq it is
- * slowed down before that: see egress_pace.
  */
 #include "pace.bpf.h"
 #include "packet.bpf.h"
@@ -12,8 +9,11 @@
 
 char LICENSE[] SEC("license") = "GPL";
 
-/* So much may arrive ahead of the rate. Where egress_pace delays acknowledgements, this is how long they may wait. */
-const volatile __u64 ingress_ahead_ns = NS_PER_S / 2;
+/* So much may arrive ahead of the rate where nothing but dropping slows the senders down. */
+const volatile __u64 ingress_burst_ns = NS_PER_S / 2;
+
+/* So much where they are paced (senders.bpf.h): more than the queue that they are allowed, so that none need be lost. */
+const volatile __u64 ingress_horizon_ns = 2 * NS_PER_S;
 
 #define PASS 1
 #define DROP 0
@@ -48,14 +48,15 @@ int ingress_police(struct __sk_buff *skb)
 	__u64 packets = skb->gso_segs ? skb->gso_segs : 1;
 	struct bpf_sock *sk = skb->sk ? bpf_sk_fullsock(skb->sk) : 0;
 	struct tenant tenant;
-	__u64 bytes, rate;
+	__u64 bytes, rate, ahead_ns;
 
 	if (!sk || !find_tenant(sk->mark, &tenant))
 		return PASS;
 	bytes = wire_bytes(skb, packets);
 	rate = tenant.limit->ingress_bytes_per_s;
+	ahead_ns = tenant.pace->is_ingress_paced ? ingress_horizon_ns : ingress_burst_ns;
 	if (rate && pace_take(&tenant.pace->ingress_arrival_ns, bpf_ktime_get_ns(), pace_cost_ns(bytes, rate),
-			      ingress_ahead_ns) == PACE_REFUSED) {
+			      ahead_ns) == PACE_REFUSED) {
 		tenant.traffic->ingress_dropped_packets += packets;
 		tenant.traffic->ingress_dropped_bytes += bytes;
 		return DROP;

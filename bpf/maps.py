@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,6 +153,11 @@ class HashMap(Generic[K, V]):
 class PerCpuHashMap(HashMap[K, V]):
     """A map with a value for each processor: `get` returns their sum, field by field, `set` makes the sum the value."""
 
+    @functools.cached_property
+    def _is_row_of_counts(self) -> bool:
+        fields = getattr(self._value_type, "_fields_", ())
+        return bool(fields) and all(field[1] is ctypes.c_uint64 for field in fields)
+
     def get_each(self, key: K) -> list[V] | None:
         """Return the values by processor, None where there is no such key."""
         buffer = self._buffer()
@@ -164,6 +170,11 @@ class PerCpuHashMap(HashMap[K, V]):
         return ctypes.create_string_buffer(self._stride() * libbpf.possible_cpus())
 
     def _decoded(self, buffer: ctypes.Array[ctypes.c_char]) -> V:
+        if self._is_row_of_counts:
+            # Field by field through the whole buffer: a machine may have hundreds of processors.
+            words, width = memoryview(buffer).cast("B").cast("Q"), self._stride() // 8
+            total: V = self._value_type(*(sum(words[field::width]) for field in range(width)))
+            return total
         total, *others = self._each(buffer)
         for other in others:
             add(total, other)

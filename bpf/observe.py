@@ -11,7 +11,7 @@ import ctypes
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -45,6 +45,7 @@ ALLOCATION_FUNCTIONS: Final = (
 """What counts as an allocation: functions whose second argument is the size, and which return 0 on success."""
 
 _P = TypeVar("_P", bound="_Part")
+_V = TypeVar("_V", bound=ctypes.Structure)
 
 
 class ObservedUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,9 +121,16 @@ class Observer:
 
     def usage(self) -> dict[int, ObservedUsage]:
         """Return what was seen of each tenant, by index; a tenant of whom nothing was seen is not in it."""
+        return self._usage(None)
+
+    def usage_of(self, index: int) -> ObservedUsage | None:
+        """Return what was seen of one tenant, None where nothing was."""
+        return self._usage(index).get(index)
+
+    def _usage(self, only: int | None) -> dict[int, ObservedUsage]:
         found: dict[int, dict[str, object]] = {}
         for part in self._parts():
-            for index, figures in part.figures():
+            for index, figures in part.figures(only):
                 found.setdefault(index, {}).update(figures)
         return {index: msgspec.convert(figures, ObservedUsage) for index, figures in found.items()}
 
@@ -165,7 +173,8 @@ class _Part:
     def attach(self) -> None:
         raise NotImplementedError
 
-    def figures(self) -> Iterator[tuple[int, dict[str, object]]]:
+    def figures(self, only: int | None) -> Iterator[tuple[int, dict[str, object]]]:
+        """Yield what was counted of each tenant, or of one alone."""
         raise NotImplementedError
 
     def forget(self, index: int) -> None:
@@ -191,6 +200,13 @@ def _load(name: str, pins: Path | None, maps: tuple[str, ...]) -> BpfObject:
     for pin in left:
         pin.unlink()
     return BpfObject(name, pins=pins)
+
+
+def _rows(table: HashMap[int, _V], only: int | None) -> Iterable[tuple[int, _V]]:
+    if only is None:
+        return table.items()
+    row = table.get(only)
+    return [] if row is None else [(only, row)]
 
 
 class _Mean:
@@ -228,8 +244,8 @@ class _Network(_Part):
         finally:
             os.close(descriptor)
 
-    def figures(self) -> Iterator[tuple[int, dict[str, object]]]:
-        for index, seen in self._tenants.items():
+    def figures(self, only: int | None) -> Iterator[tuple[int, dict[str, object]]]:
+        for index, seen in _rows(self._tenants, only):
             yield (
                 index,
                 {
@@ -295,8 +311,8 @@ class _Cpu(_InCgroups):
     def counted(self) -> list[int]:
         return list(self._tenants.keys())
 
-    def figures(self) -> Iterator[tuple[int, dict[str, object]]]:
-        counted = list(self._tenants.items())
+    def figures(self, only: int | None) -> Iterator[tuple[int, dict[str, object]]]:
+        counted = list(_rows(self._tenants, only))
         running_ns = self._running_ns(time.monotonic_ns())
         for index, seen in counted:
             # A switch since the counts were read may have taken a slice away that was still running in the last call.
@@ -344,8 +360,8 @@ class _Cuda(_InCgroups):
     def counted(self) -> list[int]:
         return [index for index, _ in self._tenants.items() if index]
 
-    def figures(self) -> Iterator[tuple[int, dict[str, object]]]:
-        for index, calls in self._tenants.items():
+    def figures(self, only: int | None) -> Iterator[tuple[int, dict[str, object]]]:
+        for index, calls in _rows(self._tenants, only):
             if index:
                 yield index, {"cuda_launches": calls.launches, "cuda_bytes": calls.allocated_bytes}
 

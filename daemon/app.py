@@ -61,7 +61,7 @@ def main(path: str, check_config: bool, hints: bool, log_level: str, test_echo: 
         _log.error("%s%s", exc, sockets.listen_hint(exc))
         sys.exit(1)
     except OSError as exc:
-        _log.error("cannot use '%s': %s", exc.filename, exc.strerror)
+        _log.error("cannot %s: %s", f"use '{exc.filename}'" if exc.filename else "go on", exc.strerror or exc)
         sys.exit(1)
 
 

@@ -43,6 +43,8 @@ DEFAULT_PATH: Final = "/etc/seedance/seedanced.toml"
 _UNIX_PATH_BYTES: Final = 107
 _MAX_PORT: Final = 65_535
 _MAX_PER_S: Final = 1e9
+_LEAST_CONNECTIONS_PER_S: Final = 0.001
+_LONGEST_HORIZON_S: Final = 60.0
 # IFNAMSIZ is 16 with the closing zero; dev_valid_name() forbids "/", ":" and white space.
 _DEVICE: Final = re.compile(r"[^\s/:]{1,15}")
 _ENDPOINT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)):(\d{1,5})", re.ASCII)
@@ -218,9 +220,17 @@ def _per_second(value: object) -> float:
 
 def _read_connections(value: object) -> float:
     rate = _per_second(value)
-    if rate == 0:
-        raise ValueError('cannot take 0: no connection could be made; write a number above 0, or "unlimited"')
+    if rate < _LEAST_CONNECTIONS_PER_S:
+        least = f"{_LEAST_CONNECTIONS_PER_S:g}"
+        raise ValueError(f'cannot take {units.shown(value)}; write a number from {least} up, or "unlimited"')
     return rate
+
+
+def _read_horizon(value: object) -> float:
+    horizon_s = units.parse_duration(value)
+    if not 0 < horizon_s <= _LONGEST_HORIZON_S:
+        raise ValueError(f'cannot take {units.shown(value)}; write e.g. "2s", "{_LONGEST_HORIZON_S:g}s" at most')
+    return horizon_s
 
 
 def _read_folder(value: object) -> str:
@@ -296,7 +306,7 @@ SCHEMA: Final[Schema] = {
         "cgroup": Field("cgroup", _read_folder),
         "bpffs": Field("bpffs", _read_folder),
         "devices": Field("devices", _read_devices),
-        "horizon": Field("horizon_s", above_zero(units.parse_duration)),
+        "horizon": Field("horizon_s", _read_horizon),
         "connections": Field("connections_per_s", or_unlimited(_read_connections)),
         "connections_burst": Field("connections_burst", whole(1, 1_000_000)),
         "cuda_library": Field("cuda_library", _read_folder),

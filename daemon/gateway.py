@@ -171,6 +171,8 @@ class Gateway:
     # tenants and their workers
 
     def _assign(self, greeting: Greeting, route: Route) -> None:
+        # First of all: what arrives before is nobody's for the kernel.
+        self._mark(greeting.sock, route.entry.mark)
         limit = route.entry.connections
         if limit is not None and route.connections >= limit:
             text = f"cannot take this connection: the limit 'network.connections' of {limit} is reached"
@@ -189,7 +191,6 @@ class Gateway:
         """Hand over who waits, as far as the link takes it; ask for a worker where there is none."""
         link = route.link
         while route.waiting and link is not None and link.is_ready:
-            self._mark(route.waiting[0].sock, route.entry.mark)
             link.hand_over(route.waiting.popleft())
         if not route.waiting:
             return
@@ -200,7 +201,7 @@ class Gateway:
             route.retry = self._loop.call_later(_LINK_RETRY_S, self._serve_again, route)
 
     def _mark(self, sock: socket.socket, mark: int) -> None:
-        if not self._marks_off and sock.family in _INTERNET:
+        if mark and not self._marks_off and sock.family in _INTERNET:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, mark)
 
     def _serve_again(self, route: Route) -> None:

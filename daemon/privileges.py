@@ -115,6 +115,18 @@ def become(account: Account, keep: Iterable[Capability] = (), *, with_groups: bo
     return kept
 
 
+def give_up_capabilities(keep: Iterable[Capability] = ()) -> None:
+    """Keep none of an ordinary user's capabilities but those of `keep`; they come from a service manager's unit.
+
+    Raises KernelError.
+    """
+    permitted = _permitted()
+    if permitted:
+        _set_capabilities(permitted & sum(1 << capability for capability in keep))
+        _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
 def _change_user(account: Account, groups: tuple[int, ...]) -> None:
     now = os.getresuid(), os.getresgid()
     if now == ((account.uid,) * 3, (account.gid,) * 3):

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from seedance.daemon.logs import start_logging
-from seedance.daemon.privileges import Capability, become, find_account
+from seedance.daemon.privileges import Capability, become, find_account, give_up_capabilities
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
@@ -42,7 +42,9 @@ def begin(name: str, arguments: Sequence[str], keep: Iterable[Capability] = (), 
     """
     start = Start(*arguments)
     start_logging(name, start.log_level)
-    if start.user and os.geteuid() == 0:
+    if os.geteuid() != 0:
+        give_up_capabilities(keep)
+    elif start.user:
         account = find_account(start.user, "the command line")
         become(account, keep, with_groups=with_groups)
         os.environ |= {"HOME": account.home, "USER": account.name, "LOGNAME": account.name}

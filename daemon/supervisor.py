@@ -27,12 +27,14 @@ from seedance.daemon.tenants import Changes, TenantTable
 from seedance.daemon.watch import FolderWatch
 from seedance.errors import ConfigError, KernelError
 from seedance.qos.kernel import KernelLimits
+from seedance.qos.machine import NetworkSide
 from seedance.qos.limiter import LimiterStatistics
 from seedance.qos.quota import Quota
 from seedance.qos.usage import TenantUsage
 
 _log = logging.getLogger(__name__)
 
+_DEVICES_S: Final = 0.1
 _GPU_OFF: Final = "checked, but not applied by this version"
 
 
@@ -63,6 +65,7 @@ class Supervisor:
         secret = load_secret(Path(config.paths.state) / "secret")
         self._processes = Processes(config, options, listeners, self._tenants, kernel, secret, self._changed)
         self._announced = False
+        self._devices_timer: asyncio.TimerHandle | None = None
         self._stop = asyncio.Event()
 
     # life
@@ -99,8 +102,24 @@ class Supervisor:
             stack.callback(watch.close)
         monitor = self._kernel.monitor
         if monitor is not None:
-            self._loop.add_reader(monitor.fileno(), monitor.devices_changed)
+            self._loop.add_reader(monitor.fileno(), self._devices_changed, monitor)
             stack.callback(self._loop.remove_reader, monitor.fileno())
+
+    def _devices_changed(self, monitor: NetworkSide) -> None:
+        """Look at the network devices soon, once for all that changes until then."""
+        monitor.devices_changed()
+        if self._devices_timer is None:
+            self._devices_timer = self._loop.call_later(_DEVICES_S, self._update_devices, monitor)
+
+    def _update_devices(self, monitor: NetworkSide) -> None:
+        self._devices_timer = None
+        before = self._kernel.off
+        monitor.update_devices()
+        off = self._kernel.off
+        for limit in sorted(limit for limit in off if off[limit] != before.get(limit)):
+            _log.warning("off: %s: %s", limit, off[limit])
+        if off != before:
+            self._tell_status()
 
     def _start_watchdog(self) -> None:
         patience_s = watchdog_interval_s()
@@ -195,6 +214,8 @@ class Supervisor:
 
     def _log_limits_off(self) -> None:
         """Say which limits this machine does not keep; what the operator has switched off goes without saying."""
+        if os.geteuid() == 0 and not self._config.daemon.user:
+            _log.warning('every process runs as root; [daemon] user names whom they become, e.g. user = "seedance"')
         if self._config.kernel.limits == "off":
             return
         off = self._kernel.off

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 import msgspec
 
 from seedance.daemon.links import KEYS_PER_MESSAGE, TenantEntry
-from seedance.errors import ConfigError, KernelError
+from seedance.errors import ConfigError, TenantRefused
 from seedance.qos.quota import Quota, SchedulingClass, load_directory, tenant_name
 
 # About 800 keys: a quota must fit into one packet of a link, with room to spare.
@@ -62,7 +62,10 @@ class Limits(Protocol):
         """Raise ConfigError when this machine cannot keep a limit of the quota, and the quota insists on it."""
 
     def apply(self, quotas: Mapping[str, Quota]) -> None:
-        """Put all quotas in force; raises KernelError when that fails, and then nothing has changed."""
+        """Put all quotas in force. Raises KernelError when that fails, and then nothing has changed.
+
+        It is a TenantRefused where the limits of one of these tenants are the reason.
+        """
 
     def mark(self, tenant: str) -> int:
         """Return the number by which the kernel knows the tenant's sockets (SO_MARK)."""
@@ -81,7 +84,8 @@ class TenantTable:
     def reload(self) -> Changes:
         """Read the directory again and put it in force; a bad file leaves its tenant as it was.
 
-        Raises ConfigError when the directory cannot be listed; nothing has changed then.
+        Raises ConfigError when the directory cannot be listed, KernelError when the kernel takes no limits at all;
+        nothing has changed then.
         """
         loaded = load_directory(read_files(self._directory), self._classes, self.quotas, self._limits.check)
         old, errors = self.quotas, loaded.errors
@@ -97,26 +101,23 @@ class TenantTable:
     def _put_in_force(
         self, old: Mapping[str, Quota], new: dict[str, Quota], errors: list[ConfigError]
     ) -> dict[str, Quota]:
-        """Have the kernel keep `new`; where it refuses one tenant's, that tenant stays with what it had.
+        """Have the kernel keep `new`; a tenant whose limits it refuses stays with what it had.
 
-        Returns what is in force.
+        Returns what is in force. Raises KernelError when it refuses for another reason.
         """
-        try:
-            self._limits.apply(new)
-        except KernelError:
-            pass
-        else:
-            return new
-        in_force = {name: quota for name, quota in old.items() if name in new}
-        for name, quota in new.items():
-            attempt = in_force | {name: quota}
+        wanted = dict(new)
+        while True:
             try:
-                self._limits.apply(attempt)
-            except KernelError as exc:
+                self._limits.apply(wanted)
+            except TenantRefused as exc:
+                name = exc.tenant
                 errors.append(ConfigError(str(self._directory / f"{name}.toml"), "", str(exc)))
+                if name in old and wanted[name] != old[name]:
+                    wanted[name] = old[name]
+                else:
+                    del wanted[name]
             else:
-                in_force = attempt
-        return in_force
+                return wanted
 
     def mark(self, tenant: str) -> int:
         """Return the number by which the kernel knows the tenant's sockets (SO_MARK)."""

@@ -27,7 +27,7 @@ from seedance.engine.fairness import Usage
 from seedance.engine.preemption import victim_for_admission, victim_for_slot
 from seedance.engine.roster import Roster
 from seedance.engine.scheduling import PolicySettings
-from seedance.engine.states import Key, Phase, Request, Tenant
+from seedance.engine.states import Key, Request, Tenant
 
 
 class Plan:
@@ -256,16 +256,15 @@ class _Round:
 
     def _reserve_blocks(self, tenant: Tenant, request: Request, own: list[Request]) -> bool:
         roster = self._roster
-        most = self._settings.kv_blocks if tenant.kv_blocks is None else tenant.kv_blocks
-        wanted = min(roster.blocks(request.reserved_tokens + 1), most)
+        wanted = roster.blocks(request.reserved_tokens + 1)
         if tenant.kv_blocks is not None:
-            growing = [r for r in tenant.running.values() if r.is_protected or r.phase is not Phase.DECODE]
-            promised = roster.outstanding(growing + own)
-            if tenant.blocks + promised + wanted > tenant.kv_blocks:
+            promised = roster.outstanding([*(tenant.prefilling | tenant.protected).values(), *own])
+            most = max(0, tenant.kv_blocks - tenant.blocks - tenant.group.growth() - promised)
+            if min(wanted, tenant.kv_blocks) > most:
                 return False
         if self._blocks < 0:
             # Those who decode grow: a few steps' worth of it is kept free for them.
-            kept = len(roster.decoders) // 4
+            kept = max(roster.growth(), len(roster.decoders) // 4)
             self._blocks = max(0, self._kv_free_blocks - roster.promised() - kept)
         if wanted > self._blocks and not self._plan.preempt:
             victim = victim_for_admission(roster, self._now_s)

@@ -130,16 +130,11 @@ class Policy:
     ) -> None:
         """Take a new request; a tenant that nobody has set has no limits.
 
-        `deadline_s` is when its first token should be out. Raises EngineError when its KV can never fit.
+        `deadline_s` is when its first token should be out. Raises EngineError when the whole of it does not fit into
+        the KV blocks that there are, or its prompt not into those that its tenant may have.
         """
         tenant = self._tenant(row)
-        blocks = self._roster.blocks(prompt_tokens + 1)
-        most = self._settings.kv_blocks if tenant.kv_blocks is None else tenant.kv_blocks
-        if blocks > most:
-            raise EngineError(
-                "context_too_long",
-                f"cannot take a prompt of {prompt_tokens} tokens: it needs {blocks} KV blocks and may have {most}",
-            )
+        self._check_length(tenant, prompt_tokens, max_tokens)
         request = Request(key, tenant, prompt_tokens, max_tokens, now_s)
         request.priority = priority
         request.deadline_s = deadline_s
@@ -348,6 +343,16 @@ class Policy:
         if tenant is None:
             tenant = self._roster.tenants[row] = Tenant(row, self._settings.block_tokens)
         return tenant
+
+    def _check_length(self, tenant: Tenant, prompt_tokens: int, max_tokens: int) -> None:
+        most = self._settings.kv_blocks
+        blocks = self._roster.blocks(prompt_tokens + max_tokens)
+        if blocks <= most and tenant.kv_blocks is not None:
+            most = tenant.kv_blocks
+            blocks = self._roster.blocks(prompt_tokens + 1)
+        if blocks > most:
+            text = f"cannot take the request: it needs {blocks} KV blocks, and may have {most}; make it shorter"
+            raise EngineError("context_too_long", text)
 
     def _bucket(self, bucket: Bucket | None, rate: float | None, least: float, now_s: float) -> Bucket | None:
         if rate is None:

@@ -78,9 +78,10 @@ def preempt(roster: Roster, victim: Request, step: Step) -> int:
 
 def make_room(roster: Roster, step: Step, kv_free_blocks: int, now_s: float) -> int:
     """Preempt until the next token of all who decode has a KV block; returns how many are free then."""
-    if kv_free_blocks > len(roster.decoders) and not roster.protected:
+    # Each takes one block at most; only where that might be too many is it counted.
+    if kv_free_blocks - roster.promised() >= len(roster.decoders):
         return kv_free_blocks
-    while kv_free_blocks - roster.promised() < sum(tenant.group.growth() for tenant in roster.decoding):
+    while kv_free_blocks - roster.promised() < roster.growth():
         victim = victim_for_blocks(roster.running(), now_s)
         if victim is None:
             break
@@ -96,7 +97,7 @@ def keep_kv_limits(roster: Roster, tenants: Iterable[Tenant], step: Step, now_s:
     freed = 0
     for tenant in tenants:
         assert tenant.kv_blocks is not None
-        while tenant.running and tenant.blocks + _growth(roster, tenant) > tenant.kv_blocks:
+        while tenant.running and tenant.blocks + _wanted(roster, tenant) > tenant.kv_blocks:
             victim = victim_for_blocks(tenant.running.values(), now_s) if len(tenant.running) > 1 else None
             if victim is not None:
                 freed += preempt(roster, victim, step)
@@ -108,5 +109,7 @@ def keep_kv_limits(roster: Roster, tenants: Iterable[Tenant], step: Step, now_s:
     return freed
 
 
-def _growth(roster: Roster, tenant: Tenant) -> int:
-    return tenant.group.growth() if tenant in roster.decoding else 0
+def _wanted(roster: Roster, tenant: Tenant) -> int:
+    """Return how many KV blocks a tenant takes in a step, and is promised."""
+    promised = roster.outstanding((tenant.prefilling | tenant.protected).values())
+    return promised + (tenant.group.growth() if tenant in roster.decoding else 0)

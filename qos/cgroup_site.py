@@ -11,6 +11,8 @@ from typing import Final
 import msgspec
 
 PROCESSES: Final = "cgroup.procs"
+# Those that systemd has by itself (systemd.special(7)): what is in them is anybody's.
+_SHARED_SLICES: Final = ("system.slice", "user.slice", "machine.slice", "app.slice", "session.slice")
 
 
 class Mounts(msgspec.Struct, frozen=True):
@@ -78,7 +80,8 @@ def choose_site(
 
     def site(top: Path, *, made: bool) -> Site:
         # A service manager makes sockets of ours in a unit beside our own, if both are in a slice of their own.
-        sockets = top.parent if top.parent.name == f"{name}.slice" else top
+        above = top.parent.name
+        sockets = top.parent if above.endswith(".slice") and above not in _SHARED_SLICES else top
         return Site(mount=mount, top=top, made=made, sockets=sockets, origin=group, v1=mounts.v1)
 
     if wanted:

@@ -13,15 +13,15 @@ from typing import Final
 import msgspec
 
 from seedance.bpf.abi import MARK_BASE, TENANT_INDEX_MAX
+from seedance.bpf.observe import ObservedUsage
 from seedance.errors import ConfigError, KernelError
 from seedance.qos import plan
-from seedance.qos.cgroup import LIMITS, CgroupTree, remove_tree
-from seedance.qos.cgroup_site import find_site
+from seedance.qos.cgroup import LIMITS, CgroupTree
 from seedance.qos.machine import Machine, NetworkSide, ObserverSide
-from seedance.qos.network import remove_leftovers
 from seedance.qos.plan import Rates, State
 from seedance.qos.quota import Quota
 from seedance.qos.settings import KernelSettings
+from seedance.qos.teardown import run_all
 from seedance.qos.usage import TenantUsage
 
 _NETWORK: Final = ("egress", "ingress")
@@ -49,17 +49,18 @@ _TRAFFIC: Final = (
 class KernelLimits:
     """Limits of all tenants, in force until `close`, also when this process is killed.
 
-    Make it before the sockets that the daemon listens on: a socket belongs to the group in which it was made. `off`
-    says, by limit, what this machine cannot do and why: "cpu", "cpuset", "memory", "pids", "egress", "ingress",
-    "new_connections" and "observe_…". `indices` has every tenant's number, which outlives the daemon.
+    Make it before the sockets that the daemon listens on: a socket belongs to the group in which it was made.
+    `indices` has every tenant's number, which outlives the daemon.
     """
 
     def __init__(self, settings: KernelSettings, machine: Machine | None = None) -> None:
         """Take over or attach what can be; what cannot goes into `off`."""
         self.settings = settings
-        self.off: dict[str, str] = {}
         self.indices: dict[str, int] = {}
+        self._off: dict[str, str] = {}
+        self._unmarked: dict[str, str] = {}
         self._notes: dict[str, str] = {}
+        self._machine = machine or Machine()
         self._state = State()
         self._quotas: Mapping[str, Quota] = {}
         self._placed: set[str] = set()
@@ -68,46 +69,60 @@ class KernelLimits:
         self._network: NetworkSide | None = None
         self._observer: ObserverSide | None = None
         if settings.limits == "off":
-            self.off = dict.fromkeys((*LIMITS, *_NETWORK), '[kernel] limits is "off"')
+            self._off = dict.fromkeys((*LIMITS, *_NETWORK), '[kernel] limits is "off"')
+            self._remove_leftovers()
             return
-        machine = machine or Machine()
-        sockets = self._take_tree(machine)
-        self._open_network(machine, sockets)
+        self._open_network(self._take_tree())
         self._state = self._read_state()
         self.indices = {rates.tenant: index for index, rates in self._state.rates.items()}
         self._last_index = max(self._state.rates, default=0)
 
-    def _take_tree(self, machine: Machine) -> Path | str:
+    def _remove_leftovers(self) -> None:
+        """Let go of what a former run, with limits, left in force."""
+        try:
+            if self._machine.has_leftovers(self.settings):
+                self._machine.remove_leftovers(self.settings)
+        except KernelError as exc:
+            self._notes["leftovers"] = f"limits of a former run are still in force: {exc}"
+
+    def _take_tree(self) -> Path | str:
         """Take our cgroups; returns the group of our sockets, or why there is none."""
         try:
-            tree: CgroupTree | str = machine.tree(self.settings)
+            tree: CgroupTree | str = self._machine.tree(self.settings)
         except KernelError as exc:
             tree = str(exc)
         if isinstance(tree, str):
-            self.off.update(dict.fromkeys(LIMITS, tree))
+            self._off.update(dict.fromkeys(LIMITS, tree))
             return tree
         self._tree = tree
-        self.off.update(tree.off)
+        self._off.update(tree.off)
         return tree.site.sockets
 
-    def _open_network(self, machine: Machine, sockets: Path | str) -> None:
+    def _open_network(self, sockets: Path | str) -> None:
         settings = self.settings
         wanted = [*_NETWORK]
         wanted += ["new_connections"] if settings.connections_per_s is not None else []
         observed = ["observe_network", "observe_cpu"] if settings.observe else []
         observed += ["observe_cuda"] if settings.cuda_library else []
         try:
-            self._network = machine.network(settings, sockets)
+            self._network = self._machine.network(settings, sockets)
         except KernelError as exc:
-            self.off.update(dict.fromkeys((*wanted, *observed), str(exc)))
+            self._off.update(dict.fromkeys((*wanted, *observed), str(exc)))
             return
-        self.off.update(self._network.off)
         if not settings.observe:
-            self.off.update(dict.fromkeys(observed, "[kernel] observe is false"))
+            self._off.update(dict.fromkeys(observed, "[kernel] observe is false"))
             return
         group = sockets if isinstance(sockets, Path) else None
-        self._observer = machine.observer(settings, group, self._network.pins)
-        self.off.update({limit: reason for limit, reason in self._observer.off.items() if limit in observed})
+        self._observer = self._machine.observer(settings, group, self._network.pins)
+        self._off.update({limit: reason for limit, reason in self._observer.off.items() if limit in observed})
+
+    @property
+    def off(self) -> dict[str, str]:
+        """What cannot be done now, by limit, and why.
+
+        Limits are "cpu", "cpuset", "memory", "pids", "egress", "ingress", "new_connections" and "observe_…".
+        """
+        return self._off | (self._network.off if self._network is not None else {}) | self._unmarked
 
     @property
     def notes(self) -> dict[str, str]:
@@ -124,6 +139,27 @@ class KernelLimits:
         if self._network is not None:
             self._network.set_ports(ports)
 
+    def check_sockets(self, descriptors: Collection[int]) -> None:
+        """Take note when a listening socket was made out of reach of ingress limits, as others may have done for us."""
+        if self._tree is None or self._network is None:
+            return
+        try:
+            groups = self._machine.socket_groups(descriptors)
+        except KernelError as exc:
+            self._notes["sockets"] = str(exc)
+            return
+        ours = self._tree.socket_group_ids() if groups else frozenset()
+        outside = [name for name, group in groups.items() if group not in ours]
+        if outside:
+            self._off["ingress"] = (
+                f"the listening socket {', '.join(outside)} was made outside of the group '{self._tree.site.sockets}';"
+                " a socket unit belongs into the service's own slice, with IPAccounting=yes"
+            )
+
+    def marks_are_off(self, reason: str) -> None:
+        """Take note of why sockets cannot be marked, "" when they can: without marks, no network limit holds."""
+        self._unmarked = dict.fromkeys(_NETWORK, f"sockets cannot be marked: {reason}") if reason else {}
+
     def check(self, quota: Quota, path: str) -> None:
         """Raise ConfigError when this machine cannot keep a limit of the quota, and the quota insists on it."""
         if self.settings.limits != "required" or quota.best_effort:
@@ -137,31 +173,66 @@ class KernelLimits:
         return self.indices[tenant]
 
     def mark(self, tenant: str) -> int:
-        """Return the mark (SO_MARK) by which the kernel knows the tenant's sockets."""
-        return MARK_BASE | self.indices[tenant]
+        """Return the mark (SO_MARK) by which the kernel knows the tenant's sockets, 0 for none.
+
+        Where the network side is not ours, the numbers are not those that the kernel knows tenants by.
+        """
+        return MARK_BASE | self.indices[tenant] if self._network is not None else 0
 
     def apply(self, quotas: Mapping[str, Quota]) -> None:
-        """Put all quotas in force; raises KernelError when that fails, and then nothing has changed.
+        """Put all quotas in force. Raises TenantRefused when one's limits are not taken; nothing has changed then.
 
         A tenant that is in none of them any more keeps its limits while it still has processes.
         """
-        leaving = {tenant for tenant in self._known() - quotas.keys() if self._has_processes(tenant)}
+        leaving = self._known() - quotas.keys()
         indices, last = plan.allocate(
-            self.indices, quotas.keys() | leaving, self._state.rates, self._last_index, TENANT_INDEX_MAX
+            self.indices,
+            quotas.keys() | (leaving & self.indices.keys()),
+            self._state.rates,
+            self._last_index,
+            TENANT_INDEX_MAX,
         )
         files = self._tree.files if self._tree is not None else None
         new = plan.desired(quotas, indices, files=files, has_rates=self._network is not None)
-        self._change(_with(new, self._state, leaving))
-        self.indices, self._last_index, self._quotas = indices, last, dict(quotas)
-
-    def _change(self, new: State) -> None:
         try:
             plan.apply(plan.diff(self._state, new), _Hands(self._tree, self._network))
         except KernelError:
             self._state = self._read_state()
             raise
-        gone = self._state.rates.keys() - new.rates.keys()
-        self._state = new
+        self._state = _with(new, self._state, leaving)
+        self.indices, self._last_index, self._quotas = indices, last, dict(quotas)
+        for tenant in quotas.keys() & self._notes.keys():
+            del self._notes[tenant]
+        self._remove([tenant for tenant in leaving if not self._has_processes(tenant)])
+
+    def tenant_gone(self, tenant: str) -> None:
+        """Take note that a tenant has no process any more: if it has no quota either, it is removed.
+
+        Where the kernel still knows of a process, the next `apply` tries again.
+        """
+        self._placed.discard(tenant)
+        if tenant not in self._quotas and tenant in self._known():
+            self._remove([tenant])
+
+    def _remove(self, tenants: Collection[str]) -> None:
+        """Remove what the kernel holds of tenants; one that stays is noted, and troubles nobody else."""
+        groups, rates = dict(self._state.groups), dict(self._state.rates)
+        hands = _Hands(self._tree, self._network)
+        for tenant in tenants:
+            try:
+                if tenant in groups:
+                    hands.remove_group(tenant)
+                    del groups[tenant]
+                for index in [index for index, row in rates.items() if row.tenant == tenant]:
+                    hands.remove_rates(index)
+                    del rates[index]
+            except KernelError as exc:
+                self._notes[tenant] = f"{exc}, trying again later"
+            else:
+                self._notes.pop(tenant, None)
+                self.indices.pop(tenant, None)
+        gone = self._state.rates.keys() - rates.keys()
+        self._state = State(groups=groups, rates=rates)
         self._tell_observer(gone)
 
     def _tell_observer(self, gone: Collection[int]) -> None:
@@ -177,23 +248,6 @@ class KernelLimits:
                 self._observer.tenants_changed(groups)
         except KernelError as exc:
             self._notes["observe"] = str(exc)
-
-    def tenant_gone(self, tenant: str) -> None:
-        """Take note that a tenant has no process any more: if it has no quota either, it is removed.
-
-        Where the kernel still knows of a process, the next `apply` tries again.
-        """
-        self._placed.discard(tenant)
-        if tenant in self._quotas or tenant not in self._known():
-            return
-        rest = self._known() - {tenant}
-        try:
-            self._change(_with(State(), self._state, rest))
-        except KernelError as exc:
-            self._notes[tenant] = f"{exc}, trying again later"
-        else:
-            self._notes.pop(tenant, None)
-            self.indices.pop(tenant, None)
 
     def _known(self) -> set[str]:
         return self._state.groups.keys() | {rates.tenant for rates in self._state.rates.values()}
@@ -221,17 +275,26 @@ class KernelLimits:
     def usage(self) -> dict[str, TenantUsage]:
         """Return what each tenant uses. Raises KernelError."""
         seen = self._observer.usage() if self._observer is not None else {}
-        found: dict[str, TenantUsage] = {}
-        for tenant, index in self.indices.items():
-            used = self._tree.usage(tenant) if self._tree is not None else TenantUsage()
-            more: dict[str, float] = {}
-            if self._network is not None:
-                traffic = self._network.traffic(index)
-                more.update({name: getattr(traffic, name) for name in _TRAFFIC})
-            if index in seen:
-                more.update({name: getattr(seen[index], name) for name in _OBSERVED})
-            found[tenant] = msgspec.structs.replace(used, **more)
-        return found
+        return {tenant: self._usage(tenant, index, seen.get(index)) for tenant, index in self.indices.items()}
+
+    def usage_of(self, tenant: str) -> TenantUsage:
+        """Return what one tenant uses, without looking at the others. Raises KernelError."""
+        index = self.indices[tenant]
+        return self._usage(tenant, index, self._observer.usage_of(index) if self._observer is not None else None)
+
+    def oom_kills(self, tenant: str) -> int:
+        """Return how many processes of a tenant have been killed for want of memory."""
+        return self._tree.oom_kills(tenant) if self._tree is not None else 0
+
+    def _usage(self, tenant: str, index: int, seen: ObservedUsage | None) -> TenantUsage:
+        used = self._tree.usage(tenant) if self._tree is not None else TenantUsage()
+        more: dict[str, float] = {}
+        if self._network is not None:
+            traffic = self._network.traffic(index)
+            more.update({name: getattr(traffic, name) for name in _TRAFFIC})
+        if seen is not None:
+            more.update({name: getattr(seen, name) for name in _OBSERVED})
+        return msgspec.structs.replace(used, **more)
 
     def enforced(self, tenant: str) -> dict[str, str]:
         """Return what the kernel has for a tenant now, read back from it, in its own words. Raises KernelError."""
@@ -263,9 +326,7 @@ class KernelLimits:
             steps.append(network.remove)
         if tree is not None:
             steps.append(tree.remove)
-        failures = [failure for step in steps if (failure := _attempt(step)) is not None]
-        if failures:
-            raise KernelError("; ".join(failure.what for failure in failures), failures[0].errno) from failures[0]
+        run_all(steps)
 
 
 class _Hands:
@@ -303,23 +364,9 @@ def _with(state: State, other: State, tenants: Collection[str]) -> State:
     return State(groups={**state.groups, **groups}, rates={**state.rates, **rates})
 
 
-def _attempt(step: Callable[[], object]) -> KernelError | None:
-    try:
-        step()
-    except KernelError as exc:
-        return exc
-    return None
-
-
 def remove(settings: KernelSettings) -> list[str]:
     """Remove what a daemon left that runs no more; returns what was removed, as lines for people.
 
-    The group of a systemd unit is not ours to remove, and goes with the unit. Raises KernelError, EBUSY when the daemon
-    runs or one of its processes does.
+    Raises KernelError, EBUSY when the daemon runs or one of its processes does.
     """
-    site = find_site(settings.cgroup, settings.name)
-    groups: list[str] = []
-    if not isinstance(site, str):
-        top = site.top if settings.cgroup else site.mount / settings.name
-        groups = remove_tree(top)
-    return remove_leftovers(settings) + groups
+    return Machine().remove_leftovers(settings)

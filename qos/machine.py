@@ -5,30 +5,33 @@ Each method raises KernelError with the reason why this machine has none of it f
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from seedance.bpf.abi import TenantTraffic
 from seedance.bpf.observe import ObservedUsage, Observer
-from seedance.qos.cgroup import CgroupTree
+from seedance.qos.cgroup import CgroupTree, remove_tree
 from seedance.qos.cgroup_site import find_site
-from seedance.qos.network import NetworkLimits
+from seedance.qos.network import NetworkLimits, remove_leftovers
 from seedance.qos.plan import Rates
 from seedance.qos.settings import KernelSettings
+from seedance.qos.socket_groups import socket_groups
 
 
 class NetworkSide(Protocol):
     """See `network.NetworkLimits`."""
 
-    off: dict[str, str]
-
+    @property
+    def off(self) -> dict[str, str]: ...
     @property
     def notes(self) -> dict[str, str]: ...
     @property
     def pins(self) -> Path: ...
     def fileno(self) -> int: ...
     def devices_changed(self) -> None: ...
+    def update_devices(self) -> None: ...
     def set_ports(self, ports: Collection[int]) -> None: ...
     def read_rates(self) -> dict[int, Rates]: ...
     def read_rate(self, index: int) -> Rates | None: ...
@@ -47,6 +50,7 @@ class ObserverSide(Protocol):
     def tenants_changed(self, cgroup_ids: Mapping[int, int]) -> None: ...
     def forget(self, index: int) -> None: ...
     def usage(self) -> dict[int, ObservedUsage]: ...
+    def usage_of(self, index: int) -> ObservedUsage | None: ...
     def close(self) -> None: ...
 
 
@@ -65,3 +69,25 @@ class Machine:
     def observer(self, settings: KernelSettings, sockets: Path | None, pins: Path) -> ObserverSide:
         """Attach the observing programs."""
         return Observer(cgroup=sockets, pins=pins, cuda_library=settings.cuda_library)
+
+    def socket_groups(self, descriptors: Collection[int]) -> dict[str, int]:
+        """Return in which group each of these TCP sockets was made; see `socket_groups`."""
+        return socket_groups(descriptors)
+
+    def has_leftovers(self, settings: KernelSettings) -> bool:
+        """Say whether a former run left anything pinned, as every one does that has network limits."""
+        try:
+            return bool(os.listdir(os.path.join(settings.bpffs, settings.name)))
+        except OSError:
+            return False
+
+    def remove_leftovers(self, settings: KernelSettings) -> list[str]:
+        """Remove what a daemon left that runs no more; returns what was removed, as lines for people.
+
+        The group of a systemd unit is not ours to remove, and goes with the unit.
+        """
+        site = find_site(settings.cgroup, settings.name)
+        groups: list[str] = []
+        if not isinstance(site, str):
+            groups = remove_tree(site.top if settings.cgroup else site.mount / settings.name)
+        return remove_leftovers(settings) + groups

@@ -57,6 +57,10 @@ class Device(msgspec.Struct, frozen=True):
     name: str
     is_up: bool = True
     is_loopback: bool = False
+    kind: str = ""
+    """Of those that are made in software, such as "bridge"."""
+    master: int = 0
+    """Index of the bridge, bond or the like of which it is a port."""
 
 
 class Qdisc(msgspec.Struct, frozen=True):
@@ -68,11 +72,12 @@ class Qdisc(msgspec.Struct, frozen=True):
 
 
 class Filter(msgspec.Struct, frozen=True):
-    """A filter, of any kind; `name` is "" for one that is not a BPF program."""
+    """A filter; `name` is "" for one that is not a BPF program. The lowest priority comes first."""
 
     priority: int
     handle: int
     name: str
+    kind: str = "bpf"
 
 
 class Network(Protocol):
@@ -81,8 +86,8 @@ class Network(Protocol):
     def devices(self) -> list[Device]:
         """Return the devices there are."""
 
-    def qdiscs(self, index: int) -> list[Qdisc]:
-        """Return a device's queueing disciplines."""
+    def qdiscs(self) -> dict[int, list[Qdisc]]:
+        """Return the queueing disciplines of all devices, by device index."""
 
     def filters(self, index: int, parent: int) -> list[Filter]:
         """Return the filters on a device's way in or out; none where there is no clsact."""
@@ -93,11 +98,11 @@ class Network(Protocol):
     def delete_qdisc(self, index: int, parent: int, handle: int) -> None:
         """Delete a queueing discipline; at the root, the kernel puts its default there."""
 
-    def replace_filter(self, index: int, parent: int, priority: int, name: str, program: int) -> None:
-        """Put a BPF program (a descriptor) in as a filter, or at once in place of the one of that priority."""
+    def replace_filter(self, index: int, parent: int, filter: Filter, program: int) -> None:
+        """Put a BPF program (a descriptor) in as a filter, or at once in place of the one of that handle."""
 
-    def delete_filter(self, index: int, parent: int, priority: int) -> None:
-        """Delete the filter of that priority."""
+    def delete_filter(self, index: int, parent: int, filter: Filter) -> None:
+        """Delete a filter."""
 
 
 class Netlink:
@@ -116,11 +121,13 @@ class Netlink:
         """Return the devices there are."""
         return [_device(message) for message in self._ask("list network devices", RTM_GETLINK, NLM_F_DUMP, ifinfmsg())]
 
-    def qdiscs(self, index: int) -> list[Qdisc]:
-        """Return a device's queueing disciplines."""
-        # The kernel gives those of all devices, whatever was asked.
-        found = self._ask("list queueing disciplines", RTM_GETQDISC, NLM_F_DUMP, _tcmsg(index))
-        return [Qdisc(str(q.get_attr("TCA_KIND")), q["handle"], q["parent"]) for q in found if q["index"] == index]
+    def qdiscs(self) -> dict[int, list[Qdisc]]:
+        """Return the queueing disciplines of all devices, by device index."""
+        found: dict[int, list[Qdisc]] = {}
+        for message in self._ask("list queueing disciplines", RTM_GETQDISC, NLM_F_DUMP, _tcmsg(0)):
+            qdisc = Qdisc(str(message.get_attr("TCA_KIND")), message["handle"], message["parent"])
+            found.setdefault(message["index"], []).append(qdisc)
+        return found
 
     def filters(self, index: int, parent: int) -> list[Filter]:
         """Return the filters on a device's way in or out; none where there is no clsact."""
@@ -146,17 +153,16 @@ class Netlink:
         """See `Network`."""
         self._ask(f"delete a queue of device {index}", RTM_DELQDISC, 0, _tcmsg(index, parent=parent, handle=handle))
 
-    def replace_filter(self, index: int, parent: int, priority: int, name: str, program: int) -> None:
+    def replace_filter(self, index: int, parent: int, filter: Filter, program: int) -> None:
         """See `Network`."""
-        options = {"attrs": [["TCA_BPF_FD", program], ["TCA_BPF_NAME", name], ["TCA_BPF_FLAGS", _DIRECT_ACTION]]}
-        attributes = [["TCA_KIND", "bpf"], ["TCA_OPTIONS", options]]
-        message = _tcmsg(index, parent=parent, handle=1, info=_info(priority), attributes=attributes)
-        self._ask(f"attach '{name}' to device {index}", RTM_NEWTFILTER, NLM_F_CREATE | NLM_F_REPLACE, message)
+        options = {"attrs": [["TCA_BPF_FD", program], ["TCA_BPF_NAME", filter.name], ["TCA_BPF_FLAGS", _DIRECT_ACTION]]}
+        message = _filter_message(index, parent, filter, ["TCA_OPTIONS", options])
+        self._ask(f"attach '{filter.name}' to device {index}", RTM_NEWTFILTER, NLM_F_CREATE | NLM_F_REPLACE, message)
 
-    def delete_filter(self, index: int, parent: int, priority: int) -> None:
+    def delete_filter(self, index: int, parent: int, filter: Filter) -> None:
         """See `Network`."""
-        message = _tcmsg(index, parent=parent, info=_info(priority))
-        self._ask(f"delete a filter of device {index}", RTM_DELTFILTER, 0, message)
+        message = _filter_message(index, parent, filter)
+        self._ask(f"delete the filter '{filter.name}' of device {index}", RTM_DELTFILTER, 0, message)
 
     def _ask(self, what: str, kind: int, flags: int, message: Any) -> list[Any]:
         """Send a request and return the messages that answer it."""
@@ -257,17 +263,25 @@ def _tcmsg(index: int, *, parent: int = 0, handle: int = 0, info: int = 0, attri
     return message
 
 
-def _info(priority: int) -> int:
-    return priority << 16 | socket.htons(_ETH_P_ALL)
+def _filter_message(index: int, parent: int, filter: Filter, *attributes: list[Any]) -> Any:
+    info = filter.priority << 16 | socket.htons(_ETH_P_ALL)
+    kind = ["TCA_KIND", filter.kind]
+    return _tcmsg(index, parent=parent, handle=filter.handle, info=info, attributes=[kind, *attributes])
 
 
 def _device(message: Any) -> Device:
-    flags = message["flags"]
-    name = str(message.get_attr("IFLA_IFNAME"))
-    return Device(message["index"], name, is_up=bool(flags & _IFF_UP), is_loopback=bool(flags & _IFF_LOOPBACK))
+    flags, made = message["flags"], message.get_attr("IFLA_LINKINFO")
+    return Device(
+        message["index"],
+        str(message.get_attr("IFLA_IFNAME")),
+        is_up=bool(flags & _IFF_UP),
+        is_loopback=bool(flags & _IFF_LOOPBACK),
+        kind=str(made.get_attr("IFLA_INFO_KIND") or "") if made else "",
+        master=message.get_attr("IFLA_MASTER") or 0,
+    )
 
 
 def _filter(message: Any) -> Filter:
-    options = message.get_attr("TCA_OPTIONS")
-    name = options.get_attr("TCA_BPF_NAME") if message.get_attr("TCA_KIND") == "bpf" and options else None
-    return Filter(message["info"] >> 16, message["handle"], str(name or ""))
+    kind, options = str(message.get_attr("TCA_KIND")), message.get_attr("TCA_OPTIONS")
+    name = options.get_attr("TCA_BPF_NAME") if kind == "bpf" and options else None
+    return Filter(message["info"] >> 16, message["handle"], str(name or ""), kind)

@@ -16,20 +16,21 @@ from seedance.qos.pins import PinFolder
 from seedance.qos.plan import Rates
 from seedance.qos.programs import ConnectionProgram, TenantPrograms
 from seedance.qos.settings import KernelSettings
+from seedance.qos.teardown import run_all
 
 if TYPE_CHECKING:
     from seedance.qos.netlink import Monitor, Netlink
 
 
 class NetworkLimits:
-    """Egress, ingress and new connections. `off` says which of them cannot be limited, and why; `notes` what else is.
+    """Egress, ingress and new connections.
 
     sockets  the cgroup in or below which our sockets are made; or why there is none.
     """
 
     def __init__(self, settings: KernelSettings, sockets: Path | str) -> None:
         """Attach what can be, in place of what a former run left. Raises KernelError when nothing can be."""
-        self.off: dict[str, str] = {}
+        self._off: dict[str, str] = {}
         self._own_notes: dict[str, str] = {}
         self._connections: ConnectionProgram | None = None
         self._devices: DeviceLimits | None = None
@@ -48,12 +49,12 @@ class NetworkLimits:
 
     def _attach_ingress(self, sockets: Path | str) -> None:
         if isinstance(sockets, str):
-            self.off["ingress"] = sockets
+            self._off["ingress"] = sockets
             return
         try:
             self._programs.attach_ingress(sockets)
         except KernelError as exc:
-            self.off["ingress"] = str(exc)
+            self._off["ingress"] = str(exc)
 
     def _attach_devices(self, settings: KernelSettings) -> None:
         programs = self._programs.for_devices()
@@ -62,13 +63,13 @@ class NetworkLimits:
                 self._connections = ConnectionProgram(settings.connections_per_s, settings.connections_burst)
                 programs = msgspec.structs.replace(programs, connections=self._connections.fd)
             except KernelError as exc:
-                self.off["new_connections"] = str(exc)
+                self._off["new_connections"] = str(exc)
         try:
             self._open_devices(settings, programs)
         except KernelError as exc:
-            self.off["egress"] = str(exc)
+            self._off["egress"] = str(exc)
             if settings.connections_per_s is not None:
-                self.off.setdefault("new_connections", str(exc))
+                self._off.setdefault("new_connections", str(exc))
 
     def _open_devices(self, settings: KernelSettings, programs: DevicePrograms) -> None:
         # What encodes netlink messages costs some 12 MiB, which a daemon without network limits need not pay.
@@ -86,6 +87,11 @@ class NetworkLimits:
         self._monitor, self._netlink, self._devices = monitor, netlink, devices
 
     @property
+    def off(self) -> dict[str, str]:
+        """What cannot be limited now, everywhere or on some device, and why."""
+        return (self._devices.off if self._devices is not None else {}) | self._off
+
+    @property
     def notes(self) -> dict[str, str]:
         """What is not as it should be, though limits hold: by device, or by limit."""
         return self._own_notes | (self._devices.notes if self._devices is not None else {})
@@ -100,11 +106,21 @@ class NetworkLimits:
         return self._monitor.fileno() if self._monitor is not None else -1
 
     def devices_changed(self) -> None:
+        """Take note that something about devices has changed: `update_devices` is to be called soon.
+
+        Not at once, because where one thing changes, much does, and our own changes are heard of too.
+        """
+        if self._monitor is not None:
+            try:
+                self._monitor.drain()
+            except KernelError as exc:
+                self._own_notes["devices"] = str(exc)
+
+    def update_devices(self) -> None:
         """Look at the devices anew."""
-        if self._monitor is None or self._devices is None:
+        if self._devices is None:
             return
         try:
-            self._monitor.drain()
             self._devices.update()
         except KernelError as exc:
             self._own_notes["devices"] = str(exc)
@@ -143,10 +159,16 @@ class NetworkLimits:
         return [*lines, *([f"{group}: ingress policed by 'ingress_police'"] if group is not None else [])]
 
     def remove(self) -> list[str]:
-        """Take everything away; returns what was removed. Raises KernelError."""
-        removed = self._devices.remove() if self._devices is not None else []
+        """Take everything away; returns what was removed.
+
+        What can be is removed in any case; raises KernelError that says what could not be.
+        """
+        steps = [self._devices.remove] if self._devices is not None else []
+        return [line for lines in run_all([*steps, self._remove_pins]) for line in lines]
+
+    def _remove_pins(self) -> list[str]:
         self.release()
-        return removed + self._pins.remove()
+        return self._pins.remove()
 
     def release(self) -> None:
         """Let go of everything; limits stay in force, for another run to take over."""
@@ -161,7 +183,6 @@ def remove_leftovers(settings: KernelSettings) -> list[str]:
     """Remove what a daemon that no longer runs left; returns what was removed. Raises KernelError."""
     from seedance.qos.netlink import Netlink  # noqa: PLC0415
 
-    removed: list[str] = []
     with contextlib.ExitStack() as stack:
         folder = Path(settings.bpffs) / settings.name
         pins = PinFolder(folder.parent, folder.name) if folder.is_dir() else None
@@ -169,6 +190,5 @@ def remove_leftovers(settings: KernelSettings) -> list[str]:
             stack.callback(pins.close)
         netlink = Netlink()
         stack.callback(netlink.close)
-        removed += DeviceLimits(netlink, settings.name).remove()
-        removed += pins.remove() if pins is not None else []
-    return removed
+        steps = [DeviceLimits(netlink, settings.name).remove, *([pins.remove] if pins is not None else [])]
+        return [line for lines in run_all(steps) for line in lines]

@@ -1,12 +1,13 @@
 """What the kernel is to hold for a set of quotas, and the actions that turn what it holds into that.
 
 A `State` is all that quotas put into the kernel: a cgroup with its files for each tenant, and a row of rates for each
-tenant's number. `diff` gives the actions between two states, and each action knows the actions that take it back. So
-`apply` can promise: either the new state, or the old one and a KernelError.
+tenant's number. `diff` gives the actions between two states, and each action can be taken back. So `apply` can
+promise: either the new state, or the old one and the name of the tenant that was refused. What `diff` leaves out is who
+is gone: a removed group loses its counters, which nothing brings back, and nobody else's limits depend on it.
 
 Order matters in three places. A group is made before its files are written. `cpu.max.burst` may never exceed the quota
 in `cpu.max`, so a burst is put down before the quota changes and up again after. And what cannot really be taken back
-comes last: a lower `memory.max` may make the kernel kill at once, and a removed group loses its counters.
+comes last: a lower `memory.max` may make the kernel kill at once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
-from seedance.errors import KernelError
+from seedance.errors import KernelError, TenantRefused
 from seedance.qos.quota import CPU_PERIOD_S, Quota
 
 # Far above what a worker needs (about ten threads), far below what troubles the machine.
@@ -84,24 +85,9 @@ class MakeGroup(msgspec.Struct, frozen=True):
         """Do it."""
         kernel.make_group(self.tenant)
 
-    def inverse(self) -> list[Action]:
-        """Return what takes it back."""
-        return [RemoveGroup(self.tenant, {})]
-
-
-class RemoveGroup(msgspec.Struct, frozen=True):
-    """Remove a tenant's cgroup, whose files held `files`."""
-
-    tenant: str
-    files: Mapping[str, str]
-
-    def run(self, kernel: Kernel) -> None:
-        """Do it."""
+    def undo(self, kernel: Kernel) -> None:
+        """Take it back."""
         kernel.remove_group(self.tenant)
-
-    def inverse(self) -> list[Action]:
-        """Return what makes the group again, as it was."""
-        return [MakeGroup(self.tenant), *_writes(self.tenant, _fresh(self.files), self.files)]
 
 
 class WriteFile(msgspec.Struct, frozen=True):
@@ -116,31 +102,36 @@ class WriteFile(msgspec.Struct, frozen=True):
         """Do it."""
         kernel.write_file(self.tenant, self.file, self.new)
 
-    def inverse(self) -> list[Action]:
-        """Return what takes it back."""
-        return [WriteFile(self.tenant, self.file, self.new, self.old)]
+    def undo(self, kernel: Kernel) -> None:
+        """Take it back."""
+        kernel.write_file(self.tenant, self.file, self.old)
 
 
 class SetRates(msgspec.Struct, frozen=True):
-    """Set or remove the row of a tenant index; None is no row."""
+    """Set the row of a tenant index; `old` is None where there was none."""
 
     index: int
     old: Rates | None
-    new: Rates | None
+    new: Rates
+
+    @property
+    def tenant(self) -> str:
+        """Whose row it is."""
+        return self.new.tenant
 
     def run(self, kernel: Kernel) -> None:
         """Do it."""
-        if self.new is None:
+        kernel.set_rates(self.index, self.new)
+
+    def undo(self, kernel: Kernel) -> None:
+        """Take it back."""
+        if self.old is None:
             kernel.remove_rates(self.index)
         else:
-            kernel.set_rates(self.index, self.new)
-
-    def inverse(self) -> list[Action]:
-        """Return what takes it back."""
-        return [SetRates(self.index, self.new, self.old)]
+            kernel.set_rates(self.index, self.old)
 
 
-Action: TypeAlias = MakeGroup | RemoveGroup | WriteFile | SetRates
+Action: TypeAlias = MakeGroup | WriteFile | SetRates
 
 
 def desired(
@@ -203,7 +194,7 @@ def allocate(
 
     None of `used` is given; `most` is the highest there is. An index that fell free is given again only after all
     others, so that a socket which still bears a removed tenant's mark is not taken for another tenant's. Raises
-    KernelError when there is none left.
+    TenantRefused when there is none left.
     """
     found = {tenant: indices[tenant] for tenant in tenants if tenant in indices}
     taken = {*found.values(), *used}
@@ -211,14 +202,14 @@ def allocate(
         candidates = itertools.chain(range(last + 1, most + 1), range(1, last + 1))
         index = next((candidate for candidate in candidates if candidate not in taken), None)
         if index is None:
-            raise KernelError(f"number tenant '{tenant}': there are {most} tenants already", errno.ENOSPC)
+            raise TenantRefused(tenant, f"number tenant '{tenant}': there are {most} tenants already", errno.ENOSPC)
         found[tenant] = last = index
         taken.add(index)
     return found, last
 
 
 def diff(old: State, new: State) -> list[Action]:
-    """Return the actions that turn `old` into `new`, in the order in which they must run."""
+    """Return the actions that bring `new` in force, in the order in which they must run; what else there is stays."""
     actions: list[Action] = []
     late: list[Action] = []
     for tenant in sorted(new.groups):
@@ -231,8 +222,6 @@ def diff(old: State, new: State) -> list[Action]:
     for index in sorted(new.rates):
         if old.rates.get(index) != new.rates[index]:
             actions.append(SetRates(index, old.rates.get(index), new.rates[index]))
-    late += [RemoveGroup(tenant, old.groups[tenant]) for tenant in sorted(old.groups.keys() - new.groups.keys())]
-    late += [SetRates(index, old.rates[index], None) for index in sorted(old.rates.keys() - new.rates.keys())]
     return actions + late
 
 
@@ -256,7 +245,7 @@ def _writes(tenant: str, old: Mapping[str, str], new: Mapping[str, str]) -> Iter
 
 
 def apply(actions: Sequence[Action], kernel: Kernel) -> None:
-    """Run the actions; when one fails, take back those before it, last first, and raise its KernelError.
+    """Run the actions; when one fails, take back those before it, last first, and raise TenantRefused.
 
     Should taking back fail as well, the rest is taken back all the same, and the error says what could not be.
     """
@@ -265,21 +254,17 @@ def apply(actions: Sequence[Action], kernel: Kernel) -> None:
             action.run(kernel)
         except KernelError as exc:
             stuck = _undo(actions[:number], kernel)
-            if stuck:
-                raise KernelError(
-                    f"{exc.what} (nor take back what was done before: {'; '.join(stuck)})", exc.errno
-                ) from exc
-            raise
+            more = f" (nor take back what was done before: {'; '.join(stuck)})" if stuck else ""
+            raise TenantRefused(action.tenant, exc.what + more, exc.errno) from exc
 
 
 def _undo(done: Sequence[Action], kernel: Kernel) -> list[str]:
     stuck: list[str] = []
     for action in reversed(done):
-        for step in action.inverse():
-            try:
-                step.run(kernel)
-            except KernelError as exc:
-                stuck.append(str(exc))
+        try:
+            action.undo(kernel)
+        except KernelError as exc:
+            stuck.append(str(exc))
     return stuck
 
 

@@ -302,9 +302,10 @@ def load_directory(
 ) -> Loaded:
     """Return the quotas of all tenant files, given as path to text, or to the error that reading it gave.
 
-    `check(quota, path)` raises ConfigError on a quota that cannot be kept here, which makes its file a bad one. A bad
-    file leaves its tenant with the quota it had in `previous`, if any, and touches no other tenant. A key that
-    two tenants claim stays with the one that had it before, or else with the first by name; the other file is bad.
+    `check(quota, path)` raises ConfigError on a quota that cannot be kept here, which makes its file a bad one. So is
+    an empty file of a tenant that has limits: somebody is about to write it. A bad file leaves its tenant with the
+    quota it had in `previous`, if any, and touches no other tenant. A key that two tenants claim stays with the one
+    that had it before, or else with the first by name; the other file is bad.
     """
     previous = previous or {}
     wanted: dict[str, Quota] = {}
@@ -318,6 +319,9 @@ def load_directory(
             if isinstance(text, ConfigError):
                 raise text
             quota = load(text, path, tenant, classes)
+            if not text.strip() and quota != previous.get(tenant, quota):
+                reason = "cannot take an empty file for a tenant that has limits; write them, or remove the file"
+                raise ConfigError(path, "", reason)
             check(quota, path)
             wanted[tenant] = quota
         except ConfigError as exc:

@@ -7,6 +7,7 @@ SeedanceError
 │   └─ RemoteProtocolError(code)       the peer's fault; the code goes on the wire
 ├─ QuotaExceeded(tenant, retry_after_s)  policy said no; normal, never logged as an error
 ├─ KernelError(what, errno)            built from OSError at the edge
+│   ├─ TenantRefused(tenant)           it did not take one tenant's limits; those of others are not the matter
 │   └─ BpfLoadError(program, verifier_tail)
 ├─ EngineError(code)                   one request fails
 │   └─ EngineDead                      every request of that engine fails
@@ -76,6 +77,15 @@ class KernelError(SeedanceError):
 
     def __str__(self) -> str:
         return f"cannot {self.what}: {os.strerror(self.errno)} (errno {self.errno})"
+
+
+class TenantRefused(KernelError):
+    """The kernel did not take what is to be set for one tenant."""
+
+    def __init__(self, tenant: str, what: str, errno: int) -> None:
+        super().__init__(what, errno)
+        self.args = (tenant, what, errno)
+        self.tenant = tenant
 
 
 class BpfLoadError(KernelError):

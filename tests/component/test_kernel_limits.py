@@ -26,6 +26,7 @@ from seedance.errors import KernelError
 from seedance.qos import kernel as kernel_module
 from seedance.qos.cgroup_site import Site, choose_site, parse_mounts
 from seedance.qos.kernel import KernelLimits
+from seedance.qos.machine import NetworkSide
 from seedance.qos.quota import CpuQuota, MemoryQuota, NetworkQuota, Quota
 from seedance.qos.settings import KernelSettings
 
@@ -83,6 +84,12 @@ def limits(namespace: Namespace, settings: KernelSettings) -> Iterator[KernelLim
 def remove(namespace: Namespace, settings: KernelSettings) -> list[str]:
     with namespace:
         return kernel_module.remove(settings)
+
+
+def changed(monitor: NetworkSide) -> None:
+    """Do what the event loop does when the monitor is readable, and soon after."""
+    monitor.devices_changed()
+    monitor.update_devices()
 
 
 def add_devices(namespace: Namespace) -> None:
@@ -170,29 +177,29 @@ def test_devices_come_and_go(namespace: Namespace, settings: KernelSettings) -> 
         monitor = kernel.monitor
         assert monitor is not None
         assert [line.partition(":")[0] for line in kernel.attachments()] == [str(top()), "lo", str(top())]
-        monitor.devices_changed()
+        changed(monitor)
         assert not select.select([monitor], [], [], 0)[0]
 
         add_devices(namespace)
         namespace.run("ip", "link", "set", "v1", "up")
         assert select.select([monitor], [], [], 5)[0]
-        monitor.devices_changed()
+        changed(monitor)
         shown = namespace.run("tc", "filter", "show", "dev", "v0", "egress")
         assert f"{NAME}_egress direct-action" in shown
         assert "v1: egress" in "\n".join(kernel.attachments())
 
         # What we changed ourselves makes it readable once more, and then it is quiet.
-        monitor.devices_changed()
+        changed(monitor)
         assert not select.select([monitor], [], [], 0)[0]
 
         namespace.run("tc", "qdisc", "del", "dev", "v0", "clsact")
         assert select.select([monitor], [], [], 5)[0]
-        monitor.devices_changed()
+        changed(monitor)
         assert f"{NAME}_egress" in namespace.run("tc", "filter", "show", "dev", "v0", "egress")
 
         namespace.run("ip", "link", "del", "v0")
         assert select.select([monitor], [], [], 5)[0]
-        monitor.devices_changed()
+        changed(monitor)
         assert "v0" not in "\n".join(kernel.attachments())
     assert namespace.run("tc", "qdisc", "show", "dev", "lo") == "qdisc noqueue 0: root refcnt 2 \n"
 
@@ -368,7 +375,21 @@ def test_what_another_version_left_is_made_anew(namespace: Namespace, settings: 
         assert measured(namespace, kernel, "slow", "egress") <= RATE * (SECONDS + BURST_S)
 
 
-def test_a_folder_that_is_no_new_bpffs(namespace: Namespace, settings: KernelSettings, tmp_path: Path) -> None:
+def test_a_folder_that_a_service_manager_has_mounted_stays(namespace: Namespace, settings: KernelSettings) -> None:
+    folder = Path(settings.bpffs) / NAME
+    folder.mkdir()
+    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+    try:
+        with limits(namespace, settings) as kernel:
+            assert "egress" not in kernel.off
+            assert (folder / "tenant_limits").exists()
+        assert list(folder.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+    folder.rmdir()
+
+
+def test_a_folder_that_is_no_bpf_file_system(namespace: Namespace, settings: KernelSettings, tmp_path: Path) -> None:
     with limits(namespace, msgspec.structs.replace(settings, bpffs=str(tmp_path))) as kernel:
         assert f"`mount -t bpf bpf {tmp_path}` makes it one" in kernel.off["egress"]
 

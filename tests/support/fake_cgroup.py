@@ -17,12 +17,16 @@ _TEXTS = {"cgroup.procs": "", "cgroup.controllers": "", "cgroup.subtree_control"
 
 
 class FakeFolders(GroupFolders):
-    """Groups with their files' texts and processes. `refuse` is called before each write and may raise KernelError."""
+    """Groups with their files' texts and processes. `refuse` is called before each write and may raise KernelError.
+
+    Groups in `stuck` cannot be removed.
+    """
 
     def __init__(self, controllers: Collection[str] = ("cpu", "cpuset", "memory", "pids", "io")) -> None:
         self.texts: dict[Path, dict[str, str]] = {MOUNT: dict(_TEXTS)}
         self.processes: dict[int, Path] = {os.getpid(): MOUNT}
         self.writes: list[tuple[str, str]] = []
+        self.stuck: set[Path] = set()
         self.refuse: Callable[[Path, str], None] = lambda path, text: None
         self.texts[MOUNT]["cgroup.controllers"] = " ".join(controllers)
 
@@ -59,7 +63,7 @@ class FakeFolders(GroupFolders):
         """See `GroupFolders`."""
         if path not in self.texts:
             return
-        if self.below(path) or self._pids(path):
+        if path in self.stuck or self.below(path) or self._pids(path):
             raise KernelError(f"remove the group '{path}'", errno.EBUSY)
         del self.texts[path]
 

@@ -30,11 +30,15 @@ class FakeNetworkSide:
         self.failing: KernelError | None = None
         self.descriptor = 7
         self.is_removed = False
+        self.changes = 0
 
     def fileno(self) -> int:
         return self.descriptor
 
     def devices_changed(self) -> None:
+        self.changes += 1
+
+    def update_devices(self) -> None:
         self.notes["eth0"] = "looked at"
 
     def set_ports(self, ports: Collection[int]) -> None:
@@ -88,12 +92,18 @@ class FakeObserver:
     def usage(self) -> dict[int, ObservedUsage]:
         return self.seen
 
+    def usage_of(self, index: int) -> ObservedUsage | None:
+        return self.seen.get(index)
+
     def close(self) -> None:
         self.is_closed = True
 
 
 class FakeMachine(Machine):
-    """`no_cgroups` and `no_network` are the reasons why there is no such thing."""
+    """`no_cgroups` and `no_network` are the reasons why there is no such thing.
+
+    `made_in` has the group of each listening socket, `leftovers` what a former run left.
+    """
 
     def __init__(self, no_cgroups: str = "", no_network: KernelError | None = None) -> None:
         self.folders = FakeFolders()
@@ -102,6 +112,8 @@ class FakeMachine(Machine):
         self.no_cgroups = no_cgroups
         self.no_network = no_network
         self.sockets: Path | str | None = None
+        self.made_in: dict[str, Path] = {}
+        self.leftovers: list[str] = []
 
     def restart(self) -> None:
         """Let the next daemon begin where this one, which has been killed, began too."""
@@ -118,3 +130,15 @@ class FakeMachine(Machine):
 
     def observer(self, settings: KernelSettings, sockets: Path | None, pins: Path) -> ObserverSide:
         return self.observer_side
+
+    def socket_groups(self, descriptors: Collection[int]) -> dict[str, int]:
+        return {name: self.folders.number(group) for name, group in self.made_in.items()}
+
+    def has_leftovers(self, settings: KernelSettings) -> bool:
+        return bool(self.leftovers)
+
+    def remove_leftovers(self, settings: KernelSettings) -> list[str]:
+        if self.no_network is not None:
+            raise self.no_network
+        removed, self.leftovers = self.leftovers, []
+        return removed

@@ -1,7 +1,7 @@
 """First come, first served, as an engine does without us: what a scheduling policy is compared with.
 
-Whoever runs decodes; what is left of the step's tokens goes to prompts in order of arrival; nobody is held. It expects as
-many KV blocks as it needs.
+Whoever runs decodes; what is left of the step's tokens goes to prompts in order of arrival; nobody is held. It expects
+as many KV blocks as it needs.
 """
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ import select
 import signal
 import struct
 import subprocess
+import tempfile
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 PORT: Final = "agent"
 HEAD: Final = struct.Struct("!cI")
@@ -88,7 +89,12 @@ class Wire:
         self.write(GREETING + self.read(WORD_BYTES))
 
     def receive(self) -> tuple[bytes, bytes]:
-        kind, length = HEAD.unpack(self.read(HEAD.size))
+        """Return a frame's kind and content; anything else is a new host's greeting, the old one's leaving unnoticed."""
+        head = self.read(HEAD.size)
+        kind, length = HEAD.unpack(head)
+        if kind not in (REQUEST, INPUT):
+            self._received[:0] = head
+            raise HungUp
         return kind, self.read(length)
 
     def send(self, kind: bytes, data: bytes) -> None:
@@ -97,21 +103,22 @@ class Wire:
 
 def run(wire: Wire, request: dict[str, Any]) -> None:
     """Run one command to its end, its output going out as it comes."""
-    wants_input = bool(request.get("input"))
-    process = subprocess.Popen(
-        request["argv"],
-        cwd=request.get("cwd") or "/root",
-        env={**os.environ, **request.get("environment", {})},
-        stdin=subprocess.PIPE if wants_input else subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        bufsize=0,
-    )
+    with contextlib.ExitStack() as stack:
+        given: IO[bytes] | int = subprocess.DEVNULL
+        if request.get("input"):
+            given = stack.enter_context(tempfile.TemporaryFile(dir="/var/tmp"))
+            take_input(wire, given)
+        process = subprocess.Popen(
+            request["argv"],
+            cwd=request.get("cwd") or "/root",
+            env={**os.environ, **request.get("environment", {})},
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+        )
     try:
-        if process.stdin:
-            feed(wire, process.stdin.fileno())
-            process.stdin.close()
         relay(wire, process)
         wire.send(STATUS, str(process.wait()).encode())
     except BaseException:
@@ -121,18 +128,16 @@ def run(wire: Wire, request: dict[str, Any]) -> None:
         raise
 
 
-def feed(wire: Wire, pipe: int) -> None:
-    """Pass the host's input on; what a command that has ended no longer wants is dropped."""
+def take_input(wire: Wire, file: IO[bytes]) -> None:
+    """Take the host's input to its end, before the command starts: so neither of them waits for the other."""
     while True:
         kind, data = wire.receive()
         if kind != INPUT:
             raise HungUp
         if not data:
-            return
-        view = memoryview(data)
-        with contextlib.suppress(BrokenPipeError):
-            while view:
-                view = view[os.write(pipe, view) :]
+            break
+        file.write(data)
+    file.seek(0)
 
 
 def relay(wire: Wire, process: subprocess.Popen[bytes]) -> None:

@@ -18,13 +18,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final, TextIO
 
 from vm.agent import ERROR, GREETING, HEAD, INPUT, OUTPUT, REQUEST, STATUS, WORD_BYTES
-from vm.systemd_image import Unavailable, locked, say
+from vm.run import Unavailable, find_qemu
+from vm.systemd_image import locked, say
 
 KERNEL_LINE: Final = (
     "console=ttyS0 loglevel=4 panic=-1 reboot=t mitigations=off random.trust_cpu=on audit=0 apparmor=0 selinux=0 "
@@ -180,6 +181,8 @@ class Machine:
         disk, memory = ("root.img", "") if cold else ("disk.img", f"exec:cat {booted / 'memory'}")
         self.launch(image, booted / disk, forget=True, incoming=memory)
         if not cold:
+            with self.control() as channel:
+                command(channel, "cont")  # it was saved standing still
             with self.agent(BOOT_S) as agent:
                 agent.check(["date", "--set", f"@{time.time():.3f}"])
 
@@ -203,11 +206,17 @@ class Machine:
         if done.returncode:
             raise Unavailable(f"QEMU does not start: {done.stderr.strip()[-400:]}")
 
-    def freeze(self, memory: Path) -> None:
-        """Stop the machine for good, its state written to `memory`; its disk must not change after."""
+    @contextlib.contextmanager
+    def control(self) -> Iterator[TextIO]:
+        """Speak with QEMU's monitor, by its machine protocol."""
         with connect(self.monitor) as sock, sock.makefile("rw") as channel:
             channel.readline()  # QEMU's greeting
             command(channel, "qmp_capabilities")
+            yield channel
+
+    def freeze(self, memory: Path) -> None:
+        """Stop the machine for good, its state written to `memory`; its disk must not change after."""
+        with self.control() as channel:
             command(channel, "stop")
             command(channel, "migrate", uri=f"exec:cat >{memory}")
             while (status := command(channel, "query-migrate")["status"]) != "completed":
@@ -277,12 +286,6 @@ def machine_key() -> str:
     model = Path("/proc/cpuinfo").read_text().partition("model name")[2].partition("\n")[0]
     parts = (version, model, KERNEL_LINE, *HARDWARE)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def find_qemu() -> str:
-    if found := shutil.which("qemu-system-x86_64"):
-        return found
-    raise Unavailable("qemu-system-x86_64 is missing (Debian package qemu-system-x86)")
 
 
 def command(channel: TextIO, name: str, **arguments: object) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import hashlib
 import lzma
-import os
 import re
 import shutil
 import subprocess
@@ -24,9 +23,10 @@ from pathlib import Path
 from typing import Final
 
 from vm.cpio import InitramfsWriter
+from vm.run import CACHE as GUESTS_CACHE
+from vm.run import ROOT, Unavailable, private_apt
 
-ROOT: Final = Path(__file__).resolve().parents[2]
-CACHE: Final = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seedance" / "vm" / "systemd"
+CACHE: Final = GUESTS_CACHE / "systemd"
 HERE: Final = Path(__file__).resolve().parent
 
 SUITE: Final = "trixie"
@@ -78,10 +78,6 @@ UNUSED_UNITS: Final = (
     *("sys-kernel-tracing.mount", "sys-fs-fuse-connections.mount", "proc-sys-fs-binfmt_misc.automount"),
     *("systemd-ask-password-console.path", "systemd-ask-password-wall.path", "systemd-sysusers.service"),
 )
-
-
-class Unavailable(Exception):
-    """This machine cannot build or run the guest; the text says why."""
 
 
 def find_image() -> Path:
@@ -141,17 +137,22 @@ def debian_sources(listing: str) -> list[str]:
 
 
 def find_sources() -> list[str]:
+    """Return source lines from what apt here is set up with; it knows whose an archive is once it has fetched lists."""
     if not shutil.which("apt-get"):
         raise Unavailable("there is no apt-get to say where a Debian archive is")
-    listing = subprocess.run(
-        ["apt-get", "indextargets", "--format", "$(REPO_URI)|$(ORIGIN)|$(LABEL)", "Created-By: Packages"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout
-    if sources := debian_sources(listing):
+    if sources := debian_sources(index_targets([])):
         return sources
-    raise Unavailable("apt here knows no Debian archive (or has no lists yet: apt-get update)")
+    with tempfile.TemporaryDirectory() as scratch:
+        options, complaint = private_apt(Path(scratch))
+        if sources := debian_sources(index_targets(options)):
+            return sources
+    raise Unavailable(f"apt here knows no Debian archive{complaint}")
+
+
+def index_targets(options: list[str]) -> str:
+    form = "$(REPO_URI)|$(ORIGIN)|$(LABEL)"
+    command = ["apt-get", *options, "indextargets", "--format", form, "Created-By: Packages"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def download_wheels(folder: Path) -> None:

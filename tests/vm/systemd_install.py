@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from vm.run import ROOT, Unavailable
 from vm.systemd_guest import Agent, Ended
-from vm.systemd_image import LIB, PYTHON, ROOT, Unavailable
+from vm.systemd_image import LIB, PYTHON
 
 GUEST_ROOT: Final = "/srv/seedance"
 CARRIED: Final = ("tests", "bench", "bpf", "systemd", "packaging", "pyproject.toml", "Makefile", "README.md")

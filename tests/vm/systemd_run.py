@@ -26,19 +26,16 @@ from typing import Final
 
 from vm.guest_init import BAD_LOG
 from vm.leftovers import State, left_behind
+from vm.run import BUILD, EX_SKIP, EX_UNAVAILABLE, Unavailable
 from vm.systemd_guest import BOOT_S, Agent, Ended, Machine
-from vm.systemd_image import LIB, ROOT, TESTS_SITE, Unavailable, find_image, say
+from vm.systemd_image import LIB, TESTS_SITE, find_image, say
 from vm.systemd_install import GUEST_ROOT, install
 
-BUILD: Final = ROOT / "build" / "vm"
 DEFAULT_TESTS: Final = ("tests/vm/systemd",)
 JUNIT: Final = "/var/tmp/junit.xml"
 TIMEOUT_S: Final = 900
 SETTLE_S: Final = 10.0
 """The kernel frees BPF programs and network namespaces a while after their last user has gone."""
-
-EX_UNAVAILABLE: Final = 69
-EX_SKIP: Final = 77
 
 
 def main() -> int:

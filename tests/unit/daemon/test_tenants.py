@@ -11,7 +11,7 @@ import pytest
 from seedance.daemon.links import GATEWAY_ORDERS, KEYS_PER_MESSAGE, Tenants
 from seedance.daemon.tenants import MAX_FILE_CHARACTERS, TenantTable, read_files
 from seedance.engine.packets import MAX_PACKET_BYTES
-from seedance.errors import ConfigError, KernelError
+from seedance.errors import ConfigError, TenantRefused
 from seedance.qos.quota import BUILT_IN_CLASSES, Quota, load
 
 
@@ -30,7 +30,7 @@ class FakeLimits:
     def apply(self, quotas: Mapping[str, Quota]) -> None:
         for quota in quotas.values():
             if quota in self.refused:
-                raise KernelError("write 'cpuset.cpus'", errno.EINVAL)
+                raise TenantRefused(quota.tenant, "write 'cpuset.cpus'", errno.EINVAL)
         self.in_force = dict(quotas)
 
     def mark(self, tenant: str) -> int:

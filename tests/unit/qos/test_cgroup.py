@@ -11,7 +11,7 @@ import pytest
 from support.fake_cgroup import MOUNT, FakeFolders, site
 
 from seedance.errors import KernelError
-from seedance.qos.cgroup import CgroupTree, group_name
+from seedance.qos.cgroup import CgroupTree, GroupFolders, group_name
 from seedance.qos.plan import FILES
 
 TOP = MOUNT / "seedance"
@@ -133,6 +133,21 @@ class TestTenants:
         tree.make_group("acme")
         assert tree.usage("acme").cpu_s == 0
 
+    def test_how_often_memory_ran_out(self) -> None:
+        tree, folders = made()
+        tree.make_group("acme")
+        folders.texts[TOP / "tenants/acme"]["memory.events"] = "low 0\noom 2\noom_kill 3"
+        assert tree.oom_kills("acme") == 3
+        assert tree.oom_kills("nobody") == 0
+
+    def test_groups_of_sockets(self) -> None:
+        tree, folders = made()
+        tree.make_group("acme")
+        ids = tree.socket_group_ids()
+        assert folders.number(TOP) in ids
+        assert tree.group_id("acme") in ids
+        assert folders.number(MOUNT) not in ids
+
 
 class TestRemoval:
     def test_nothing_is_left(self) -> None:
@@ -175,3 +190,21 @@ class TestRemoval:
         folders.end(99)
         tree.remove()
         assert folders.texts.keys() == {MOUNT}
+
+
+class TestFolders:
+    """Those of the machine, where a folder does for a group."""
+
+    def test_a_file_is_read_whole(self, tmp_path: Path) -> None:
+        pids = " ".join(map(str, range(10_000)))
+        (tmp_path / "cgroup.procs").write_text(f"{pids}\n")
+        assert GroupFolders().read(tmp_path / "cgroup.procs") == pids
+        assert GroupFolders().read(tmp_path / "nothing") == ""
+        assert GroupFolders().read(tmp_path) == ""
+
+    def test_a_write_does_not_wait(self, tmp_path: Path) -> None:
+        # A pipe without a reader: to open it for writing waits for one, unless nothing may wait.
+        os.mkfifo(tmp_path / "memory.max")
+        with pytest.raises(KernelError) as caught:
+            GroupFolders().write(tmp_path / "memory.max", "4096")
+        assert caught.value.errno == errno.ENXIO

@@ -57,6 +57,13 @@ class TestChoice:
         assert isinstance(site, Site)
         assert site.sockets == group
 
+    @pytest.mark.parametrize(("slice_", "ours"), [("second.slice", True), ("user.slice", False), ("plain", False)])
+    def test_any_other_slice_has_our_sockets_too(self, slice_: str, ours: bool) -> None:
+        group = MOUNT / slice_ / "seedanced.service"
+        site = choose(f"/{slice_}/seedanced.service", group)
+        assert isinstance(site, Site)
+        assert site.sockets == (group.parent if ours else group)
+
     def test_root_in_any_other_group_makes_one(self) -> None:
         site = choose("/user.slice/session-1.scope")
         top = MOUNT / "seedance"

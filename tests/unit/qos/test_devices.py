@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 
+import msgspec
 import pytest
 from support.fake_netlink import FakeNetwork
 
 from seedance.errors import KernelError
-from seedance.qos.devices import HANDLE, PRIORITY, Choice, DeviceLimits, DevicePrograms, choose, fq_options
-from seedance.qos.netlink import CLSACT, EGRESS, INGRESS, ROOT, Device, Qdisc
+from seedance.qos.devices import FILTER_HANDLE, HANDLE, Choice, DeviceLimits, DevicePrograms, choose, fq_options
+from seedance.qos.netlink import CLSACT, EGRESS, INGRESS, ROOT, Device, Filter, Qdisc
 
 LO = Device(1, "lo", is_loopback=True)
 ETH = Device(2, "eth0")
@@ -25,7 +26,7 @@ def limits(
 
 
 def kinds(network: FakeNetwork, index: int) -> list[str]:
-    return [qdisc.kind for qdisc in network.qdiscs(index)]
+    return [qdisc.kind for qdisc in network.qdiscs_of(index)]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_choice(qdiscs: list[Qdisc], choice: Choice) -> None:
 
 
 def test_fq_options() -> None:
-    assert fq_options(2.0).hex() == "08000100a0860100" + "0800020010270000" + "08000e0080969800"
+    assert fq_options(2.0).hex() == "08000100a0860100" + "08000200e8030000" + "08000e0080969800"
     assert fq_options(30.0)[-4:] == (60_000_000).to_bytes(4, "little")
 
 
@@ -64,7 +65,7 @@ class TestPacing:
         found = limits(network)
         found.update()
         for device in (LO, ETH):
-            assert network.qdiscs(device.index)[0] == Qdisc("fq", HANDLE, ROOT)
+            assert network.qdiscs_of(device.index)[0] == Qdisc("fq", HANDLE, ROOT)
             assert network.program(device.index, EGRESS) == PACE
             assert network.program(device.index, INGRESS) is None
         assert 3 not in network.clsact
@@ -105,7 +106,7 @@ class TestPacing:
         network.configure(2, "fq")
         found = limits(network)
         found.update()
-        assert network.qdiscs(2)[0].handle != HANDLE
+        assert network.qdiscs_of(2)[0].handle != HANDLE
         assert network.program(2, EGRESS) == PACE
         assert found.notes == {}
 
@@ -128,7 +129,7 @@ class TestPacing:
         found = limits(network)
         found.update()
         assert network.program(2, EGRESS) == POLICE
-        assert network.qdiscs(2)[0].handle == 0
+        assert network.qdiscs_of(2)[0].handle == 0
         assert found.notes == {"egress": "policed, not paced: this kernel has no sch_fq"}
 
     def test_our_filter_is_put_back(self) -> None:
@@ -185,6 +186,60 @@ class TestDevices:
         }
         assert network.program(1, EGRESS) == PACE
 
+    def test_all_queues_are_asked_for_at_once(self) -> None:
+        network = FakeNetwork(LO, *(Device(index, f"eth{index}") for index in range(2, 50)), has_fq=False)
+        found = limits(network, programs=ALL_PROGRAMS)
+        found.update()
+        assert network.dumps == 1
+        found.update()
+        assert network.dumps == 2
+
+    @pytest.mark.parametrize("has_fq", [False, True])
+    def test_one_that_takes_no_fq_is_not_asked_again(self, has_fq: bool) -> None:
+        network = FakeNetwork(ETH, has_fq=has_fq)
+        network.unqueueing = {"eth0"} if has_fq else set()
+        network.queues[2] = 4
+        found = limits(network)
+        found.update()
+        network.log.clear()
+        found.update()
+        assert network.log == []
+        assert "policed, not paced" in found.notes["eth0" if has_fq else "egress"]
+        assert network.program(2, EGRESS) == POLICE
+        network.configure(2, "fq")
+        found.update()
+        assert network.program(2, EGRESS) == PACE
+
+    def test_one_with_the_forerunner_of_clsact_is_left_alone(self) -> None:
+        network = FakeNetwork(ETH, LO)
+        network.ingress = {2}
+        found = limits(network, programs=ALL_PROGRAMS)
+        found.update()
+        assert network.log == ["lo: make 'clsact'", "lo: attach seedance_egress 102", *network.log[2:]]
+        assert not [line for line in network.log if line.startswith("eth0")]
+        reason = "cannot make 'clsact' where somebody has put 'ingress'; `tc qdisc del dev eth0 ingress` makes room"
+        assert found.off["egress"] == f"device 'eth0': {reason}: File exists (errno 17)"
+        assert found.notes["eth0"].startswith(reason)
+        found.remove()
+        assert kinds(network, 2) == ["fq_codel", "ingress"]
+        network.ingress.clear()
+        found.update()
+        assert found.off == {}
+        assert network.program(2, EGRESS) == PACE
+
+    def test_what_fails_on_a_device_says_which_limit_is_off(self) -> None:
+        network = FakeNetwork(ETH, Device(3, "eth1"), LO, Device(4, "down0", is_up=False), Device(5, "other0"))
+        network.refusing = {"eth0", "eth1", "down0", "other0"}
+        found = limits(network, "eth0", "eth1", "lo", "down0", programs=ALL_PROGRAMS)
+        found.update()
+        reason = "cannot make 'clsact': Operation not supported (errno 95)"
+        assert found.off == dict.fromkeys(
+            ("egress", "new_connections"), f"device 'eth0': {reason}; device 'eth1': {reason}"
+        )
+        network.refusing.clear()
+        found.update()
+        assert found.off == {}
+
     def test_only_those_that_are_wanted(self) -> None:
         network = FakeNetwork(LO, ETH)
         found = limits(network, "eth0", "eth7")
@@ -201,7 +256,92 @@ class TestDevices:
         assert found.attachments()[1].endswith("; new connections policed by 'seedance_connections'")
 
 
+class TestPorts:
+    """What goes out through a bridge passes its port's filters and queue, too."""
+
+    BRIDGE = Device(3, "br0", kind="bridge")
+    PORT = Device(2, "eth0", master=3)
+
+    def test_the_queue_of_a_port_is_left_alone(self) -> None:
+        network = FakeNetwork(self.PORT, self.BRIDGE)
+        found = limits(network)
+        found.update()
+        assert kinds(network, 2) == ["fq_codel", "clsact"]
+        assert kinds(network, 3) == ["fq", "clsact"]
+        assert network.program(2, EGRESS) == POLICE
+        assert network.program(3, EGRESS) == PACE
+        assert found.notes == {}
+
+    @pytest.mark.parametrize(
+        "master", [msgspec.structs.replace(BRIDGE, is_up=False), msgspec.structs.replace(BRIDGE, kind="vrf")]
+    )
+    def test_unless_nothing_is_paced_above_it(self, master: Device) -> None:
+        network = FakeNetwork(self.PORT, master)
+        limits(network).update()
+        assert network.program(2, EGRESS) == PACE
+
+    def test_unless_the_port_alone_is_wanted(self) -> None:
+        network = FakeNetwork(self.PORT, self.BRIDGE)
+        limits(network, "eth0").update()
+        assert network.program(2, EGRESS) == PACE
+
+
+class TestFiltersOfOthers:
+    def test_ours_comes_first(self) -> None:
+        network = FakeNetwork(ETH)
+        network.replace_qdisc(2, "clsact", CLSACT, 0)
+        network.replace_filter(2, EGRESS, Filter(49152, 1, "somebody"), 7)
+        found = limits(network)
+        found.update()
+        assert network.filters(2, EGRESS) == [
+            Filter(1, FILTER_HANDLE, "seedance_egress"),
+            Filter(49152, 1, "somebody"),
+        ]
+        assert found.notes == {}
+
+    @pytest.mark.parametrize(("other", "named"), [("somebody", "somebody"), ("", "flower")])
+    def test_unless_one_is_there_already(self, other: str, named: str) -> None:
+        network = FakeNetwork(ETH)
+        network.replace_qdisc(2, "clsact", CLSACT, 0)
+        network.replace_filter(2, EGRESS, Filter(1, 1, other, "bpf" if other else "flower"), 7)
+        found = limits(network)
+        for _ in range(2):
+            found.update()
+            assert [one.priority for one in network.filters(2, EGRESS)] == [1, 2]
+            assert found.notes == {"eth0": f"its traffic may not be limited: the filter '{named}' comes first"}
+
+    def test_one_at_our_priority_is_not_taken_for_ours(self) -> None:
+        network = FakeNetwork(ETH)
+        found = limits(network)
+        found.update()
+        (ours,) = network.filters(2, EGRESS)
+        network.delete_filter(2, EGRESS, ours)
+        network.replace_filter(2, EGRESS, Filter(ours.priority, 1, "somebody"), 7)
+        found.update()
+        assert [one.name for one in network.filters(2, EGRESS)] == ["somebody", "seedance_egress"]
+        found.remove()
+        assert [one.name for one in network.filters(2, EGRESS)] == ["somebody"]
+
+
 class TestTakingOver:
+    def test_what_is_not_wanted_any_more_goes(self) -> None:
+        network = FakeNetwork(LO, ETH, Device(3, "eth1"))
+        limits(network, programs=ALL_PROGRAMS).update()
+        limits(network, "eth0").update()
+        assert network.clsact == {2}
+        assert network.program(2, EGRESS) == PACE
+        assert network.program(2, INGRESS) is None
+        assert kinds(network, 3) == ["fq_codel"]
+
+    def test_what_is_not_wanted_but_stuck_is_a_note(self) -> None:
+        network = FakeNetwork(LO, ETH)
+        limits(network).update()
+        network.refusing = {"eth0"}
+        found = limits(network, "lo")
+        found.update()
+        assert found.notes == {"eth0": "cannot delete a queue: Operation not supported (errno 95)"}
+        assert network.program(1, EGRESS) == PACE
+
     def test_the_programs_of_a_former_run_are_replaced(self) -> None:
         network = FakeNetwork(ETH)
         limits(network).update()
@@ -228,11 +368,11 @@ class TestRemoval:
     def test_everything_is_as_before(self, queues: int) -> None:
         network = FakeNetwork(LO, ETH)
         network.queues[2] = queues
-        before = {index: network.qdiscs(index) for index in (1, 2)}
+        before = {index: network.qdiscs_of(index) for index in (1, 2)}
         found = limits(network, programs=ALL_PROGRAMS)
         found.update()
         assert len(found.remove()) == 5
-        assert {index: network.qdiscs(index) for index in (1, 2)} == before
+        assert {index: network.qdiscs_of(index) for index in (1, 2)} == before
         assert not any(network.attached.values())
 
     def test_by_somebody_who_did_not_attach_it(self) -> None:
@@ -245,7 +385,7 @@ class TestRemoval:
         network = FakeNetwork(ETH)
         found = limits(network)
         found.update()
-        network.replace_filter(2, INGRESS, 1, "somebody", 7)
+        network.replace_filter(2, INGRESS, Filter(1, 1, "somebody"), 7)
         found.remove()
         assert 2 in network.clsact
         assert network.program(2, INGRESS) == 7
@@ -258,15 +398,12 @@ class TestRemoval:
         assert found.remove() == ["filter 'seedance_egress' of eth0"]
         assert kinds(network, 2) == ["htb"]
 
-    def test_a_device_that_refuses_is_an_error(self) -> None:
-        network = FakeNetwork(ETH)
+    def test_a_device_that_refuses_is_an_error_when_all_others_are_done(self) -> None:
+        network = FakeNetwork(ETH, Device(3, "eth1"), LO)
         found = limits(network)
         found.update()
         network.refusing = {"eth0"}
         with pytest.raises(KernelError) as caught:
             found.remove()
         assert caught.value.errno == errno.EOPNOTSUPP
-
-
-def test_priority_and_handle_say_the_same() -> None:
-    assert HANDLE >> 16 == PRIORITY
+        assert network.clsact == {2}

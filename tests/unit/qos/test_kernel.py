@@ -11,7 +11,7 @@ from support.fake_machine import FakeMachine
 
 from seedance.bpf.abi import TenantTraffic
 from seedance.bpf.observe import ObservedUsage
-from seedance.errors import ConfigError, KernelError
+from seedance.errors import ConfigError, KernelError, TenantRefused
 from seedance.qos.kernel import KernelLimits
 from seedance.qos.plan import Rates
 from seedance.qos.quota import CpuQuota, MemoryQuota, NetworkQuota, Quota
@@ -78,8 +78,10 @@ class TestApply:
         kernel.apply(quotas(quota("acme", egress=1000, memory=4096)))
         before = kernel.enforced("acme")
         machine.folders.refuse = refusing("memory.max")  # type: ignore[assignment]
-        with pytest.raises(KernelError, match="cannot write '8192' to '/fake/cgroup/seedance/tenants/acme/memory.max'"):
+        refusal = "cannot write '8192' to '/fake/cgroup/seedance/tenants/acme/memory.max'"
+        with pytest.raises(TenantRefused, match=refusal) as caught:
             kernel.apply(quotas(quota("acme", egress=5, cores=1, memory=8192), quota("new")))
+        assert caught.value.tenant == "acme"
         assert kernel.enforced("acme") == before
         assert kernel.indices == {"acme": 1}
         assert not machine.folders.exists(TOP / "tenants/new")
@@ -113,6 +115,44 @@ class TestApply:
 
 
 class TestRemovedTenants:
+    def test_one_that_cannot_be_removed_troubles_nobody_else(self) -> None:
+        machine = FakeMachine()
+        kernel = limits(machine)
+        kernel.apply(quotas(quota("acme", cores=0.5), quota("globex")))
+        machine.folders.stuck.add(TOP / "tenants/acme")
+        kernel.apply(quotas(quota("globex", cores=0.5), quota("new")))
+        assert kernel.enforced("globex")["cpu.max"] == "50000 100000"
+        assert kernel.indices == {"acme": 1, "globex": 2, "new": 3}
+        assert kernel.notes["acme"].endswith("trying again later")
+        machine.folders.stuck.clear()
+        kernel.apply(quotas(quota("globex"), quota("new")))
+        assert kernel.indices == {"globex": 2, "new": 3}
+        assert kernel.notes == {}
+        assert machine.observer_side.forgotten == [1]
+
+    def test_what_was_removed_of_one_that_stays_is_made_again_when_it_comes_back(self) -> None:
+        machine = FakeMachine()
+        kernel = limits(machine)
+        kernel.apply(quotas(quota("acme", cores=0.5)))
+        machine.network_side.failing = KernelError("write a row", errno.ENOMEM)
+        kernel.apply({})
+        assert not machine.folders.exists(TOP / "tenants/acme")
+        assert "cannot write a row" in kernel.notes["acme"]
+        machine.network_side.failing = None
+        kernel.apply(quotas(quota("acme", cores=0.5)))
+        assert kernel.enforced("acme")["cpu.max"] == "50000 100000"
+        assert kernel.indices == {"acme": 1}
+        assert kernel.notes == {}
+
+    def test_groups_in_its_group_go_too(self) -> None:
+        machine = FakeMachine()
+        kernel = limits(machine)
+        kernel.apply(quotas(quota("acme")))
+        machine.folders.add(TOP / "tenants/acme/inner/most")
+        kernel.apply({})
+        assert not machine.folders.exists(TOP / "tenants/acme")
+        assert kernel.indices == {}
+
     def test_one_without_processes_goes_at_once(self) -> None:
         machine = FakeMachine()
         kernel = limits(machine)
@@ -213,7 +253,8 @@ class TestWhatIsOff:
         assert kernel.off == dict.fromkeys(keys, reason)
         assert kernel.monitor is None
         kernel.apply(quotas(quota("acme", egress=5, cores=1)))
-        assert kernel.mark("acme") == 0x5EED0001
+        # The maps may be those of another daemon, where this number is another tenant's.
+        assert kernel.mark("acme") == 0
         assert kernel.enforced("acme")["cpu.max"] == "100000 100000"
         assert "egress_bytes_per_s" not in kernel.enforced("acme")
 
@@ -225,15 +266,65 @@ class TestWhatIsOff:
         kernel = limits(FakeMachine(), observe=False, cuda_library="/lib/cuda.so")
         assert kernel.off == {"observe_cuda": "[kernel] observe is false"}
 
+    def test_a_device_without_its_filter(self) -> None:
+        machine = FakeMachine()
+        kernel = limits(machine)
+        served = quota("acme", egress=5)
+        kernel.check(served, "/t/acme.toml")
+        machine.network_side.off["egress"] = "device 'eth0': no room"
+        with pytest.raises(ConfigError, match="cannot be kept here: device 'eth0': no room"):
+            kernel.check(served, "/t/acme.toml")
+        machine.network_side.off.clear()
+        kernel.check(served, "/t/acme.toml")
+
+    def test_marks(self) -> None:
+        kernel = limits(FakeMachine())
+        kernel.marks_are_off("no CAP_NET_RAW")
+        reason = "sockets cannot be marked: no CAP_NET_RAW"
+        assert (kernel.off["egress"], kernel.off["ingress"]) == (reason, reason)
+        with pytest.raises(ConfigError, match="no CAP_NET_RAW"):
+            kernel.check(quota("acme", egress=5), "/t/acme.toml")
+        kernel.marks_are_off("")
+        assert not {"egress", "ingress"} & kernel.off.keys()
+
+    def test_a_socket_that_was_made_elsewhere(self) -> None:
+        machine = FakeMachine()
+        kernel = limits(machine)
+        machine.folders.add(MOUNT / "system.slice/seedanced.socket")
+        machine.made_in = {"[::]:80": TOP / "supervisor", "0.0.0.0:80": TOP}
+        kernel.check_sockets([3, 4])
+        assert "ingress" not in kernel.off
+        machine.made_in["[::]:443"] = MOUNT / "system.slice/seedanced.socket"
+        kernel.check_sockets([3, 4, 5])
+        assert kernel.off["ingress"] == (
+            f"the listening socket [::]:443 was made outside of the group '{TOP}'; a socket unit belongs into the"
+            " service's own slice, with IPAccounting=yes"
+        )
+
     def test_everything_switched_off_touches_nothing(self) -> None:
-        kernel = KernelLimits(KernelSettings(limits="off"))
+        kernel = limits(FakeMachine(), limits="off")
         kernel.apply(quotas(quota("acme", egress=5)))
-        assert kernel.mark("acme") == 0x5EED0001
+        assert kernel.mark("acme") == 0
+        assert kernel.notes == {}
         assert kernel.enforced("acme") == {}
         assert kernel.usage() == {"acme": TenantUsage()}
         kernel.place(WORKER, "tenants/acme")
         kernel.tenant_gone("acme")
+        kernel.check_sockets([3])
         kernel.close()
+
+    def test_what_a_former_run_left_goes_when_all_is_switched_off(self) -> None:
+        machine = FakeMachine()
+        machine.leftovers = ["filter 'seedance_egress' of eth0"]
+        kernel = limits(machine, limits="off")
+        assert machine.leftovers == []
+        assert kernel.notes == {}
+
+    def test_it_is_a_note_when_that_cannot_be(self) -> None:
+        machine = FakeMachine(no_network=KernelError("use '/b', which another seedanced holds", errno.EBUSY))
+        machine.leftovers = ["filter 'seedance_egress' of eth0"]
+        kernel = limits(machine, limits="off")
+        assert kernel.notes["leftovers"].startswith("limits of a former run are still in force: cannot use '/b'")
 
 
 class TestCheck:
@@ -270,6 +361,9 @@ def test_usage() -> None:
         ),
         "globex": TenantUsage(),
     }
+    assert {tenant: kernel.usage_of(tenant) for tenant in kernel.indices} == kernel.usage()
+    machine.folders.texts[TOP / "tenants/acme"]["memory.events"] = "oom 4\noom_kill 3"
+    assert (kernel.oom_kills("acme"), kernel.oom_kills("globex"), kernel.oom_kills("nobody")) == (3, 0, 0)
 
 
 def test_monitor_and_notes() -> None:
@@ -278,6 +372,9 @@ def test_monitor_and_notes() -> None:
     assert kernel.monitor is not None
     assert kernel.monitor.fileno() == 7
     kernel.monitor.devices_changed()
+    assert machine.network_side.changes == 1
+    assert kernel.notes == {}
+    kernel.monitor.update_devices()
     assert kernel.notes == {"eth0": "looked at"}
     machine.network_side.descriptor = -1
     assert kernel.monitor is None

@@ -6,9 +6,9 @@ import errno
 
 import pytest
 
-from seedance.errors import KernelError
+from seedance.errors import KernelError, TenantRefused
 from seedance.qos import plan
-from seedance.qos.plan import FILES, MakeGroup, Rates, RemoveGroup, SetRates, State, WriteFile
+from seedance.qos.plan import FILES, MakeGroup, Rates, SetRates, State, WriteFile
 from seedance.qos.quota import CpuQuota, MemoryQuota, NetworkQuota, Quota
 
 FULL = Quota(
@@ -60,8 +60,9 @@ class TestAllocate:
         assert plan.allocate({"a": 1}, ["a", "b"], (3,), 4, 4) == ({"a": 1, "b": 2}, 2)
 
     def test_used_up(self) -> None:
-        with pytest.raises(KernelError, match="cannot number tenant 'b': there are 2 tenants already"):
+        with pytest.raises(TenantRefused, match="cannot number tenant 'b': there are 2 tenants already") as caught:
             plan.allocate({"a": 1}, ["a", "b"], (2,), 1, 2)
+        assert caught.value.tenant == "b"
 
 
 class TestDiff:
@@ -80,9 +81,9 @@ class TestDiff:
             WriteFile("a", "memory.max", "max", "9"),
         ]
 
-    def test_a_removed_tenant(self) -> None:
+    def test_a_removed_tenant_is_for_later(self) -> None:
         old = State(groups={"a": {"pids.max": "5"}}, rates={1: Rates("a", 5)})
-        assert plan.diff(old, State()) == [RemoveGroup("a", {"pids.max": "5"}), SetRates(1, Rates("a", 5), None)]
+        assert plan.diff(old, State()) == []
 
     def test_a_burst_goes_down_before_the_quota_changes_and_up_after(self) -> None:
         old = State(groups={"a": {"cpu.max": "100000 100000", "cpu.max.burst": "90000"}})
@@ -95,16 +96,13 @@ class TestDiff:
 
     def test_what_cannot_be_taken_back_comes_last(self) -> None:
         texts = {"memory.max": "max", "pids.max": "5"}
-        old = State(groups={"a": texts, "b": texts, "c": texts})
-        new = State(groups={"a": {"memory.max": "1", "pids.max": "6"}, "b": {"memory.max": "2", "pids.max": "6"}})
+        old = State(groups={"a": texts, "b": texts}, rates={1: Rates("a", 5)})
+        new = State(
+            groups={"a": {"memory.max": "1", "pids.max": "6"}, "b": {"memory.max": "2", "pids.max": "6"}},
+            rates={1: Rates("a", 6)},
+        )
         kinds = [getattr(action, "file", type(action).__name__) for action in plan.diff(old, new)]
-        assert kinds == ["pids.max", "pids.max", "memory.max", "memory.max", "RemoveGroup"]
-
-    def test_the_inverse_of_a_removal_fills_the_files_again(self) -> None:
-        assert RemoveGroup("a", {"pids.max": "5", "memory.max": "max"}).inverse() == [
-            MakeGroup("a"),
-            WriteFile("a", "pids.max", "max", "5"),
-        ]
+        assert kinds == ["pids.max", "pids.max", "SetRates", "memory.max", "memory.max"]
 
 
 class Refusing:
@@ -143,11 +141,16 @@ class TestApply:
         plan.apply(self.ACTIONS, kernel)
         assert kernel.done == ["make a", "pids.max=5", "1=7"]
 
-    def test_a_failure_takes_back_what_was_done(self) -> None:
-        kernel = Refusing("1=7")
-        with pytest.raises(KernelError, match="cannot 1=7: Invalid argument"):
-            plan.apply(self.ACTIONS, kernel)
-        assert kernel.done == ["make a", "pids.max=5", "pids.max=max", "remove a"]
+    def test_a_failure_takes_back_what_was_done_and_names_the_tenant(self) -> None:
+        kernel = Refusing("2=8")
+        other = SetRates(2, Rates("b", 4), Rates("b", 8))
+        with pytest.raises(TenantRefused, match="cannot 2=8: Invalid argument") as caught:
+            plan.apply([*self.ACTIONS, SetRates(3, Rates("c", 1), Rates("c", 2)), other], kernel)
+        assert caught.value.tenant == "b"
+        assert kernel.done == [
+            *("make a", "pids.max=5", "1=7", "3=2"),
+            *("3=1", "1=none", "pids.max=max", "remove a"),
+        ]
 
     def test_taking_back_goes_on_when_it_fails_too(self) -> None:
         kernel = Refusing("1=7", "pids.max=max")

@@ -230,6 +230,14 @@ class TestDirectory:
         assert after.quotas == before
         assert [error.path for error in after.errors] == ["/t/a.toml"]
 
+    def test_a_file_that_is_about_to_be_written_leaves_the_last_good_quota(self) -> None:
+        before = load_directory({"acme.toml": 'class = "gold"', "new.toml": ""}).quotas
+        after = load_directory({"acme.toml": " \n", "new.toml": ""}, previous=before)
+        assert after.quotas == before
+        assert [(error.path, error.reason[:25]) for error in after.errors] == [
+            ("acme.toml", "cannot take an empty file")
+        ]
+
     def test_a_bad_file_keeps_its_keys_from_others(self) -> None:
         text = f'keys = ["{key("b")}"]'
         before = load_directory({"/t/a.toml": "", "/t/b.toml": text}).quotas

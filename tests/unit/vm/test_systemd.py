@@ -86,7 +86,7 @@ def test_only_what_is_new_was_left_behind() -> None:
 
 
 def test_a_device_s_own_queueing_discipline_is_no_leftover() -> None:
-    listing = [
+    listing: list[dict[str, object]] = [
         {"kind": "noqueue", "handle": "0:", "dev": "lo", "root": True},
         {"kind": "fq_codel", "handle": "0:", "dev": "eth0", "root": True},
         {"kind": "fq", "handle": "8001:", "dev": "eth0", "root": True},
@@ -96,7 +96,7 @@ def test_a_device_s_own_queueing_discipline_is_no_leftover() -> None:
 
 
 def test_programs_of_systemd_s_are_no_leftovers() -> None:
-    listing = [
+    listing: list[dict[str, object]] = [
         {"id": 1, "type": "cgroup_device", "name": "sd_devices"},
         {"id": 7, "type": "sched_cls", "name": "egress_pace"},
         {"id": 8, "type": "socket_filter"},
@@ -201,6 +201,20 @@ def test_what_a_former_host_left_on_the_wire_is_skipped() -> None:
         theirs.sendall(b"\0\0rest of a frame" + agent.GREETING + b"0123456789abcdef")
         agent.Wire(ours.fileno()).meet()
         assert theirs.recv(100) == agent.GREETING + b"0123456789abcdef"
+
+
+def test_a_host_may_follow_another_before_the_guest_sees_it_leave() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        wire = agent.Wire(ours.fileno())
+        theirs.sendall(agent.GREETING + b"0123456789abcdef")
+        wire.meet()
+        theirs.sendall(agent.GREETING + b"fedcba9876543210")
+        with pytest.raises(agent.HungUp):
+            agent.serve(wire)
+        wire.meet()
+        assert theirs.recv(100) == agent.GREETING + b"0123456789abcdef" + agent.GREETING + b"fedcba9876543210"
 
 
 def test_a_guest_that_ends_is_told_apart_from_a_command_that_fails(tmp_path: Path) -> None:

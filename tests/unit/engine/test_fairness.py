@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+
+from seedance.engine.fairness import Usage, VirtualCounters
+
+pytestmark = pytest.mark.unit
+
+
+class Counted:
+    def __init__(self, virtual_s: float = 0.0) -> None:
+        self.virtual_s = virtual_s
+        self.inverse_weight = 1.0
+        self.usage = 0.0
+
+
+def test_who_begins_to_wait_is_lifted_to_the_least_of_those_who_do() -> None:
+    counters: VirtualCounters[Counted] = VirtualCounters()
+    first, second, third = Counted(5.0), Counted(9.0), Counted(1.0)
+    for tenant in (first, second, third):
+        counters.enter(tenant)
+    assert [tenant.virtual_s for tenant in (first, second, third)] == [5.0, 9.0, 5.0]
+
+
+def test_where_nobody_waits_it_is_lifted_to_who_did_last() -> None:
+    counters: VirtualCounters[Counted] = VirtualCounters()
+    first, second = Counted(5.0), Counted(1.0)
+    counters.enter(first)
+    counters.leave(first)
+    first.virtual_s = 7.0  # its running requests go on
+    counters.enter(second)
+    assert second.virtual_s == 7.0
+
+
+def test_who_is_ahead_is_not_set_back_and_who_waits_is_not_lifted_again() -> None:
+    counters: VirtualCounters[Counted] = VirtualCounters()
+    ahead, behind = Counted(5.0), Counted(1.0)
+    counters.enter(behind)
+    counters.enter(ahead)
+    assert ahead.virtual_s == 5.0
+    counters.enter(behind)
+    assert behind.virtual_s == 1.0
+    counters.leave(Counted())
+    assert set(counters.waiting) == {ahead, behind}
+
+
+def test_usage_is_the_part_of_the_time_that_a_tenant_had() -> None:
+    tenant = Counted()
+    usage = Usage(2.0, 0.0)
+    now_s = 0.0
+    for _ in range(20_000):
+        now_s += 0.01
+        scale = usage.set_time(now_s, [tenant])
+        tenant.usage += 0.003 * scale
+    assert usage.fraction(tenant) == pytest.approx(0.3, rel=0.01)
+    assert tenant.usage < usage.usage(0.35)
+    usage.set_time(now_s + 20.0, [tenant])
+    assert usage.fraction(tenant) < 1e-4
+
+
+def test_usage_survives_years_of_silence() -> None:
+    tenant = Counted()
+    usage = Usage(2.0, 0.0)
+    tenant.usage = usage.set_time(1.0, [tenant])
+    usage.set_time(1e9, [tenant])
+    assert usage.fraction(tenant) < 1e-9
+    tenant.usage = usage.set_time(1e9 + 1, [tenant])
+    assert usage.fraction(tenant) == pytest.approx(0.5, rel=0.01)

@@ -1,0 +1,296 @@
+"""The policy step by step; what it amounts to is in test_simulation, what it never does in the property tests."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+from support.workloads import PRICES, settings
+
+from seedance.engine.cost import CostModel
+from seedance.engine.policy import Policy
+from seedance.engine.scheduling import Step, TenantLimits, limits_of
+from seedance.errors import EngineError
+from seedance.qos.quota import GpuQuota, Quota, TokenQuota
+
+pytestmark = pytest.mark.unit
+
+KV_BLOCKS: Final = 1000
+
+
+class Engine:
+    """An engine that obeys: it runs the policy's steps of `step_s` each."""
+
+    def __init__(self, slots: int = 8, step_s: float = 0.01, **more: object) -> None:
+        self.policy = Policy(settings(slots=slots, kv_blocks=KV_BLOCKS, **more), 0.0, CostModel(PRICES))
+        self.slots = slots
+        self.step_s = step_s
+        self.now_s = 0.0
+        self.running: dict[object, int] = {}
+        self.left_out: set[object] = set()
+        self.lengths: dict[object, int] = {}
+
+    def submit(self, key: str, row: int, prompt_tokens: int = 10, **more: object) -> None:
+        self.lengths[key] = prompt_tokens
+        self.policy.submitted(key, row, prompt_tokens, 1000, self.now_s, **more)  # type: ignore[arg-type]
+
+    def step(self, kv_free_blocks: int = KV_BLOCKS) -> tuple[Step, dict[object, int]]:
+        step = self.policy.step_begins(self.now_s, kv_free_blocks, self.slots - len(self.running))
+        for key in step.preempt:
+            self.lengths[key] = self.running.pop(key) + 1
+            self.left_out.discard(key)
+        for key in step.end:
+            self.running.pop(key, None)
+        self.left_out |= set(step.hold)
+        self.left_out -= set(step.release)
+        decoding = [k for k, n in self.running.items() if n >= self.lengths[k] and k not in self.left_out]
+        scheduled = dict.fromkeys(decoding, 1) | step.prefill
+        for key, tokens in scheduled.items():
+            self.running[key] = self.running.get(key, 0) + tokens
+        self.policy.step_scheduled(scheduled, self.now_s)
+        self.now_s += self.step_s
+        self.policy.step_ended(self.now_s)
+        return step, scheduled
+
+    def finish(self, key: str) -> None:
+        self.running.pop(key, None)
+        self.policy.finished(key, self.now_s)
+
+
+def test_a_request_is_read_and_decodes() -> None:
+    engine = Engine()
+    engine.submit("x", 1)
+    assert engine.policy.wake_at(0.0) == 0.0
+    step, scheduled = engine.step()
+    assert (step.admit, step.prefill, scheduled) == (["x"], {"x": 10}, {"x": 10})
+    step, scheduled = engine.step()
+    assert (step.admit, step.prefill, scheduled) == ([], {}, {"x": 1})
+    entry = engine.policy.statistics(engine.now_s)[1]
+    assert (entry.prompt_tokens, entry.output_tokens, entry.running, entry.kv_blocks) == (10, 2, 1, 1)
+    engine.finish("x")
+    assert engine.policy.wake_at(engine.now_s) is None
+    assert engine.policy.statistics(engine.now_s)[1].kv_blocks == 0
+
+
+def test_a_step_is_charged_whole() -> None:
+    engine = Engine()
+    engine.submit("x", 1, 500)
+    engine.submit("y", 2, 50)
+    for _ in range(10):
+        engine.step()
+    entries = engine.policy.statistics(engine.now_s)
+    assert entries[1].step_s + entries[2].step_s == pytest.approx(0.1)
+    assert entries[1].step_s > entries[2].step_s
+
+
+def test_cached_tokens_are_not_read() -> None:
+    policy = Policy(settings(), 0.0)
+    policy.submitted("x", 1, 100, 10, 0.0)
+    assert policy.step_begins(0.0, 100, 8).prefill == {"x": 100}
+    policy.step_scheduled({"x": 20}, 0.0, {"x": 80})
+    policy.step_ended(0.01)
+    entry = policy.statistics(0.01)[1]
+    assert (entry.prompt_tokens, entry.output_tokens) == (20, 1)
+
+
+def test_what_was_not_scheduled_is_planned_anew() -> None:
+    policy = Policy(settings(), 0.0)
+    policy.submitted("x", 1, 100, 10, 0.0)
+    for now_s in (0.0, 0.1):
+        assert policy.step_begins(now_s, 100, 8).admit == ["x"]
+        policy.step_scheduled({}, now_s)
+        policy.step_ended(now_s)
+        assert policy.wake_at(now_s) is None, "it would be tried over and over"
+        policy.set_tenant(2, TenantLimits(), now_s)
+        assert policy.wake_at(now_s) == now_s
+
+
+def test_a_tenant_out_of_credit_is_held_and_released() -> None:
+    engine = Engine()
+    engine.policy.set_tenant(1, TenantLimits(share=0.1), 0.0)
+    engine.submit("x", 1)
+    held = []
+    for _ in range(4):
+        step, _ = engine.step()
+        held += step.hold
+    assert held == ["x"]
+    due_s = engine.policy.wake_at(engine.now_s)
+    assert due_s is not None
+    assert due_s > engine.now_s
+    engine.now_s = due_s
+    step, scheduled = engine.step()
+    assert (step.release, scheduled) == (["x"], {"x": 1})
+    assert engine.policy.statistics(engine.now_s)[1].held_s > 0
+
+
+def test_a_whole_share_is_no_limit() -> None:
+    engine = Engine()
+    engine.policy.set_tenant(1, TenantLimits(share=1.0), 0.0)
+    engine.submit("x", 1)
+    assert all(not engine.step()[0].hold for _ in range(100))
+
+
+def test_lifting_a_limit_releases() -> None:
+    engine = Engine(step_s=1.0)
+    engine.policy.set_tenant(1, TenantLimits(share=0.01), 0.0)
+    engine.submit("x", 1)
+    engine.step()
+    assert engine.step()[0].hold == ["x"]
+    engine.policy.set_tenant(1, TenantLimits(), engine.now_s)
+    assert engine.step()[0].release == ["x"]
+
+
+def test_a_paused_request_keeps_its_slot_and_takes_no_step() -> None:
+    engine = Engine()
+    for key in ("x", "y"):
+        engine.submit(key, 1)
+    engine.step()
+    engine.policy.paused("x", engine.now_s)
+    step, scheduled = engine.step()
+    assert (step.hold, scheduled) == (["x"], {"y": 1})
+    engine.finish("y")
+    assert engine.policy.wake_at(engine.now_s) is None
+    engine.policy.resumed("x")
+    assert engine.policy.wake_at(engine.now_s) == engine.now_s
+    step, scheduled = engine.step()
+    assert (step.release, scheduled) == (["x"], {"x": 1})
+
+
+def test_a_request_paused_while_it_waits_is_not_admitted() -> None:
+    engine = Engine()
+    engine.submit("x", 1)
+    engine.policy.paused("x", 0.0)
+    assert engine.policy.wake_at(0.0) is None
+    assert engine.step()[0].admit == []
+    engine.policy.resumed("x")
+    assert engine.step()[0].admit == ["x"]
+
+
+def test_used_up_tokens_end_streams_once_their_last_step_has_ended() -> None:
+    policy = Policy(settings(), 0.0)
+    policy.submitted("x", 1, 10, 100, 0.0)
+    policy.set_tokens_left(1, 2, 0.0)
+    policy.step_begins(0.0, 100, 8)
+    policy.step_scheduled({"x": 10}, 0.0)
+    # The second token is scheduled before the first step has ended, as asynchronous scheduling does.
+    policy.step_begins(0.01, 100, 8)
+    policy.step_scheduled({"x": 1}, 0.01)
+    policy.step_ended(0.02)
+    step = policy.step_begins(0.02, 100, 8)
+    assert (step.hold, step.end) == (["x"], [])
+    policy.step_scheduled({}, 0.02)
+    policy.step_ended(0.03)
+    assert policy.wake_at(0.03) == 0.03
+    assert policy.step_begins(0.03, 100, 8).end == ["x"]
+    policy.step_scheduled({}, 0.03)
+    assert policy.statistics(0.03)[1].output_tokens == 2
+    assert policy.statistics(0.03)[1].running == 0
+
+
+def test_new_tokens_let_a_tenant_go_on() -> None:
+    engine = Engine()
+    engine.submit("x", 1)
+    engine.policy.set_tokens_left(1, 1, 0.0)
+    engine.step()
+    engine.policy.set_tokens_left(1, 50, engine.now_s)
+    step, scheduled = engine.step()
+    assert (step.end, scheduled) == ([], {"x": 1})
+
+
+def test_an_engines_own_preemption_is_taken_note_of() -> None:
+    engine = Engine()
+    engine.submit("x", 1)
+    engine.step()
+    engine.step()
+    engine.policy.preempted("x")
+    del engine.running["x"]
+    step = engine.policy.step_begins(engine.now_s, KV_BLOCKS, 8)
+    assert (step.admit, step.prefill) == (["x"], {"x": 12})
+    entry = engine.policy.statistics(engine.now_s)[1]
+    assert (entry.preemptions, entry.recomputed_tokens) == (1, 11)
+
+
+def test_idle_blocks_are_taken_for_who_waits() -> None:
+    engine = Engine(slots=1)
+    engine.submit("idle", 1)
+    engine.step()
+    engine.policy.paused("idle", engine.now_s)
+    engine.submit("next", 2)
+    assert engine.step()[0].admit == []
+    due_s = engine.policy.wake_at(engine.now_s)
+    while due_s is not None and engine.now_s < 2:
+        engine.now_s = due_s
+        step, _ = engine.step()
+        if step.admit:
+            break
+        due_s = engine.policy.wake_at(engine.now_s)
+    assert (step.preempt, step.admit) == (["idle"], ["next"])
+    assert engine.now_s >= 0.6
+
+
+def test_nearest_deadline_within_a_tenant_goes_first() -> None:
+    engine = Engine(slots=1)
+    engine.submit("running", 1)
+    engine.step()
+    engine.submit("plain", 1)
+    engine.submit("soon", 1, deadline_s=engine.now_s + 0.9)
+    engine.finish("running")
+    assert engine.step()[0].admit == ["soon"]
+
+
+def test_a_far_client_goes_a_little_earlier() -> None:
+    engine = Engine(slots=1)
+    engine.submit("running", 1)
+    engine.step()
+    engine.submit("near", 1)
+    engine.now_s += 0.02
+    engine.submit("far", 1, rtt_s=0.04)
+    engine.finish("running")
+    assert engine.step()[0].admit == ["far"]
+
+
+def test_the_bounds_of_what_fits() -> None:
+    engine = Engine()
+    with pytest.raises(EngineError, match="it needs 1063 KV blocks, and may have 1000"):
+        engine.submit("x", 1, 16_000)
+    engine.policy.set_tenant(1, TenantLimits(kv_share=0.01), 0.0)
+    with pytest.raises(EngineError, match="it needs 13 KV blocks, and may have 10"):
+        engine.submit("x", 1, 200)
+    engine.submit("x", 1, 159)
+
+
+def test_how_long_a_queue_takes_is_told_from_how_it_drains() -> None:
+    engine = Engine(slots=1)
+    assert engine.policy.wait_s(1, 0.0) == 0.0
+    for number in range(20):
+        engine.submit(str(number), 1)
+    assert engine.policy.wait_s(1, 0.0) is None
+    for number in range(10):
+        engine.step()
+        engine.finish(str(number))
+        engine.now_s += 0.49
+    wait_s = engine.policy.wait_s(1, engine.now_s)
+    assert wait_s is not None
+    assert 5.0 < wait_s < 15.0
+
+
+def test_a_tenant_can_be_forgotten() -> None:
+    engine = Engine()
+    engine.policy.set_tenant(1, TenantLimits(kv_share=0.5, share=0.5), 0.0)
+    engine.policy.remove_tenant(1)
+    engine.policy.remove_tenant(7)
+    assert engine.policy.statistics(0.0) == {}
+
+
+def test_unknown_requests_are_ignored() -> None:
+    engine = Engine()
+    engine.policy.finished("x", 0.0)
+    engine.policy.paused("x", 0.0)
+    engine.policy.resumed("x")
+    engine.policy.preempted("x")
+    assert engine.policy.wake_at(0.0) is None
+
+
+def test_limits_come_from_a_quota() -> None:
+    quota = Quota(tenant="a", weight=400, gpu=GpuQuota(share=0.25, kv_share=0.5), tokens=TokenQuota(per_second=1500))
+    assert limits_of(quota) == TenantLimits(weight=400, share=0.25, kv_share=0.5, tokens_per_s=1500)
