@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only
 /*
  * New connections a second from one source, an IPv4 address or an IPv6 network of 64 bits: clsact ingress, before the
- * kernel has made a socket or anybody has computed a handshake. Only SYNs to ports that we listen on are looked at.
+ * kernel has made a socket or anybody has computed a handshake. Only SYNs to ports that we listen on are looked at, and
+ * what does not let itself be looked at: the first fragment of a segment that ends before the flags, or a chain of
+ * headers with no end. Without the first fragment, later ones are never put together.
  */
 #include <linux/if_ether.h>
 #include <linux/pkt_cls.h>
@@ -39,7 +41,7 @@ struct {
 	MAP_TYPE(value, struct connection_counts);
 } connection_counts SEC(".maps");
 
-#define HEADER_BYTES_MAX 128
+#define HEADER_BYTES_MAX 256
 
 /* Finds out whether a packet asks for a connection to one of our ports, and from where. */
 static __always_inline int is_request(struct __sk_buff *skb, struct packet *packet)
@@ -48,8 +50,10 @@ static __always_inline int is_request(struct __sk_buff *skb, struct packet *pack
 	__u16 port;
 
 	/* Some drivers deliver a packet whose headers are still in its pages. */
-	if (read == READ_AGAIN && !bpf_skb_pull_data(skb, min(skb->len, HEADER_BYTES_MAX)))
+	if (read == READ_SHORT && !bpf_skb_pull_data(skb, min(skb->len, HEADER_BYTES_MAX)))
 		read = read_packet(skb, packet);
+	if (read == READ_SHORT)
+		return 1;
 	if (read != READ_IP || packet->protocol != IPPROTO_TCP || !packet->tcp.syn || packet->tcp.ack)
 		return 0;
 	port = ntohs(packet->tcp.dest);
@@ -83,8 +87,9 @@ int connections_police(struct __sk_buff *skb)
 
 	if (skb->protocol != htons(ETH_P_IP) && skb->protocol != htons(ETH_P_IPV6))
 		return TC_ACT_UNSPEC;
-	if (!is_request(skb, &packet))
+	if (skb->tc_index == ACCOUNTED || !is_request(skb, &packet))
 		return TC_ACT_UNSPEC;
+	skb->tc_index = ACCOUNTED;
 	counts = bpf_map_lookup_elem(&connection_counts, &zero);
 	if (!counts)
 		return TC_ACT_UNSPEC;

@@ -8,8 +8,6 @@
  *                 for loss: it keeps the data and tries again later.
  *
  * Under fq, an ingress limit is kept by what goes out, too: see senders.bpf.h.
- *
- * A packet that goes through several of our devices (a bridge or VLAN and the card below) is counted once.
  */
 #include <linux/pkt_cls.h>
 
@@ -19,14 +17,16 @@
 
 char LICENSE[] SEC("license") = "GPL";
 
-/* A packet that would depart later than so long from now is dropped. */
+/*
+ * A packet that would depart later than so long from now is dropped. What counts is when its turn begins, not when it
+ * ends, so every packet passes some time: under a rate at which one segment of 64 KiB takes longer than this, TCP sends
+ * one, finds its next ones dropped here, which is no loss to it, and tries again until the first is paid for. The rate
+ * holds over that time, and such a tenant waits for long; no rate is too low.
+ */
 const volatile __u64 egress_horizon_ns = 2 * NS_PER_S;
 
 /* So much may be sent ahead of the rate by egress_police. */
 const volatile __u64 egress_burst_ns = NS_PER_S / 2;
-
-/* skb->tc_index stays with a packet from device to device, and nothing else uses it there. */
-#define ACCOUNTED 0x5EED
 
 static __always_inline __u64 packets_of(const struct __sk_buff *skb)
 {
@@ -93,7 +93,8 @@ int egress_pace(struct __sk_buff *skb)
 		departure_ns = take(skb, &tenant, now_ns, egress_horizon_ns);
 	if (departure_ns == PACE_REFUSED)
 		return drop(skb, tenant.traffic);
-	departure_ns = max(departure_ns, pace_senders(skb, &tenant, now_ns));
+	/* Not later than the horizon: fq drops what is too far ahead, and without acknowledgements nothing goes on. */
+	departure_ns = min(max(departure_ns, pace_senders(skb, &tenant, now_ns)), now_ns + egress_horizon_ns);
 	if (departure_ns > now_ns) {
 		delay(skb, departure_ns);
 		tenant.traffic->egress_delayed_packets += packets_of(skb);

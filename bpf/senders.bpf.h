@@ -6,8 +6,10 @@
  *
  *  - What came in over the rate is acknowledged only when it is paid for. To the sender this is a queue in front of a
  *    link of that rate, except that its data has arrived already. Data that goes out waits for none of this.
- *  - The window that we offer is the room that is left in that queue, or two segments if there is none. With n
- *    connections, the queue settles at n / (n + 1) of its size: flow control holds it, nothing has to be lost.
+ *  - The longer that queue, the smaller the window that we offer: what comes in over w seconds at the rate, with
+ *    w = (50 ms)^1.5 / sqrt(queue), but two segments at least. n connections with that window make a queue of
+ *    50 ms * n^(2/3): 0.23 s for 10, 0.68 s for 50. Flow control holds it there, and nothing has to be lost. The
+ *    exponent is what makes it settle: a window that shrank as fast as the queue grew, or faster, would swing.
  *
  * Windows may shrink by this, which a sender has to live with (RFC 9293, 3.8.6).
  */
@@ -18,11 +20,9 @@
 #include "packet.bpf.h"
 #include "tenant.bpf.h"
 
-/* So long is the queue that senders are allowed to build up together. */
-const volatile __u64 ingress_queue_ns = NS_PER_S;
-
 #define NS_PER_US 1000ULL
 #define US_PER_S 1000000ULL
+#define WINDOW_SCALE 11180340ULL /* 50,000 us to the power of 1.5 */
 #define LINK_HEADER_BYTES_MAX 64
 
 /* The kernel's. */
@@ -53,20 +53,33 @@ static __always_inline void write_window(struct __sk_buff *skb, const struct pac
 	bpf_skb_store_bytes(skb, header + __builtin_offsetof(struct tcphdr, window), &window, sizeof(window), 0);
 }
 
-/* Has the packet offer no more than there is room for. */
+/* Square root, rounded, of a number that is not 0. */
+static __always_inline __u64 root(__u64 number)
+{
+	__u64 guess = 1;
+
+	/* From the power of two above it, Newton's method needs three steps. */
+	for (int bits = 0; bits < 32 && guess * guess < number; bits++)
+		guess *= 2;
+	for (int step = 0; step < 3; step++)
+		guess = (guess + number / guess) / 2;
+	return guess;
+}
+
+/* Has the packet offer no larger a window than the queue allows. */
 static __always_inline void limit_window(struct __sk_buff *skb, const struct packet *packet, __u64 bytes_per_s,
-					 __u64 ahead_ns)
+					 __u64 queue_ns)
 {
 	struct tcp_sock *tcp = skb->sk ? bpf_skc_to_tcp_sock(skb->sk) : 0;
-	__u64 room_ns = ahead_ns < ingress_queue_ns ? ingress_queue_ns - ahead_ns : 0;
-	__u64 room, offered;
+	__u64 window_us = WINDOW_SCALE / root(queue_ns / NS_PER_US + 1);
+	__u64 window, offered;
 
 	if (!tcp || packet->tcp.syn || packet->tcp.rst)
 		return;
-	room = max(room_ns / NS_PER_US * bytes_per_s / US_PER_S, 2ULL * tcp->advmss);
+	window = max(window_us * bytes_per_s / US_PER_S, 2ULL * tcp->advmss);
 	offered = tcp->rcv_wnd;
-	if (offered > room) /* in the units of the header's field, whatever they are on this connection */
-		write_window(skb, packet, htons((__u16)(ntohs(packet->tcp.window) * room / offered)));
+	if (offered > window) /* in the units of the header's field, whatever they are on this connection */
+		write_window(skb, packet, htons((__u16)(ntohs(packet->tcp.window) * window / offered)));
 }
 
 /* Slows the senders down by this packet. Returns when it may depart, 0 for at once. */

@@ -42,12 +42,10 @@ struct tenant {
 
 /*
  * Finds the rows of a mark. False for what is not to be touched: a foreign mark, a tenant that user space does not know.
- * User space makes the row of limits; the two others come into being here, at a tenant's first packet.
+ * User space makes all three rows, the one of limits last: here, making one could fail, and the packet would pass.
  */
 static __always_inline int find_tenant(__u32 mark, struct tenant *tenant)
 {
-	static const struct tenant_pace no_pace;
-	static const struct tenant_traffic no_traffic;
 	__u32 index = mark & ~MARK_MASK;
 
 	if ((mark & MARK_MASK) != MARK_BASE)
@@ -56,15 +54,7 @@ static __always_inline int find_tenant(__u32 mark, struct tenant *tenant)
 	if (!tenant->limit)
 		return 0;
 	tenant->pace = bpf_map_lookup_elem(&tenant_pace, &index);
-	if (!tenant->pace) {
-		bpf_map_update_elem(&tenant_pace, &index, &no_pace, BPF_NOEXIST);
-		tenant->pace = bpf_map_lookup_elem(&tenant_pace, &index);
-	}
 	tenant->traffic = bpf_map_lookup_elem(&tenant_traffic, &index);
-	if (!tenant->traffic) {
-		bpf_map_update_elem(&tenant_traffic, &index, &no_traffic, BPF_NOEXIST);
-		tenant->traffic = bpf_map_lookup_elem(&tenant_traffic, &index);
-	}
 	return tenant->pace && tenant->traffic;
 }
 

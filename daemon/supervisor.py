@@ -27,8 +27,8 @@ from seedance.daemon.tenants import Changes, TenantTable
 from seedance.daemon.watch import FolderWatch
 from seedance.errors import ConfigError, KernelError
 from seedance.qos.kernel import KernelLimits
-from seedance.qos.machine import NetworkSide
 from seedance.qos.limiter import LimiterStatistics
+from seedance.qos.machine import NetworkSide
 from seedance.qos.quota import Quota
 from seedance.qos.usage import TenantUsage
 

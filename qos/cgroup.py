@@ -38,6 +38,7 @@ CONTROLLERS: Final = (*LIMITS, "io")
 _PARTS: Final = ("supervisor", "gateway", "engine", "tenants")
 _AVAILABLE: Final = "cgroup.controllers"
 _HANDED_ON: Final = "cgroup.subtree_control"
+_KERNEL_FILES: Final = tuple(f"{word}." for word in ("cgroup", "hugetlb", "misc", "rdma", *CONTROLLERS))
 _READ_BYTES: Final = 1 << 14
 _HINTS: Final = {
     "cpu.max": "it takes at least 1 ms in 100 ms, 1%",
@@ -140,8 +141,7 @@ def lock_folder(path: Path) -> int:
 
 def group_name(tenant: str) -> str:
     """Return the name of a tenant's group; as systemd does, an underscore goes before what looks like a kernel file."""
-    looks_so = tenant.startswith(tuple(f"{word}." for word in ("cgroup", "hugetlb", "misc", "rdma", *CONTROLLERS)))
-    return f"_{tenant}" if looks_so else tenant
+    return f"_{tenant}" if tenant.startswith(_KERNEL_FILES) else tenant
 
 
 class CgroupTree:

@@ -145,13 +145,10 @@ class DeviceLimits:
         return not self._wanted or device.name in self._wanted
 
     def _update(self, device: Device, qdiscs: list[Qdisc], *, is_paced_above: bool) -> None:
-        programs = self._programs
-        steps: dict[str, Callable[[], str]] = {}
-        if programs.pace is not None and programs.police is not None:
-            programs_of_egress = programs.pace, programs.police
-            steps["egress"] = lambda: self._attach_egress(device, qdiscs, programs_of_egress, is_paced_above)
-        if (connections := programs.connections) is not None and not device.is_loopback:
-            steps["new_connections"] = lambda: self._attach_connections(device, qdiscs, connections)
+        steps: dict[str, Callable[[], str]] = {
+            "egress": functools.partial(self._attach_egress, device, qdiscs, is_paced_above=is_paced_above),
+            "new_connections": functools.partial(self._attach_connections, device, qdiscs),
+        }
         line: list[str] = []
         for limit, step in steps.items():
             try:
@@ -160,18 +157,19 @@ class DeviceLimits:
                 # A device may go at any time.
                 if exc.errno != errno.ENODEV:
                     self._note(device, f"{exc}, so its traffic is not limited")
-                    self.off[limit] = _joined(self.off.get(limit), f"device '{device.name}': {exc}")
-        if line:
-            self._lines[device.index] = f"{device.name}: {'; '.join(line)}"
+                    self.off[limit] = _joined(self.off.get(limit, ""), f"device '{device.name}': {exc}")
+        if any(line):
+            self._lines[device.index] = f"{device.name}: {'; '.join(filter(None, line))}"
 
     def _note(self, device: Device, text: str) -> None:
-        known = self.notes.get(device.name)
-        self.notes[device.name] = _joined(known, text) if text not in (known or "") else text
+        known = self.notes.get(device.name, "")
+        if text not in known:
+            self.notes[device.name] = _joined(known, text)
 
-    def _attach_egress(
-        self, device: Device, qdiscs: list[Qdisc], programs: tuple[int, int], is_paced_above: bool
-    ) -> str:
-        pace, police = programs
+    def _attach_egress(self, device: Device, qdiscs: list[Qdisc], *, is_paced_above: bool) -> str:
+        pace, police = self._programs.pace, self._programs.police
+        if pace is None or police is None:
+            return ""
         ours = self._have_filter(device, qdiscs, EGRESS, self._egress_name, police)
         if is_paced_above:
             choice, queue = choose(qdiscs)
@@ -181,7 +179,10 @@ class DeviceLimits:
         self._put(device, EGRESS, ours, pace if paces else police)
         return f"egress {'paced' if paces else 'policed'} by '{self._egress_name}' before {queue}"
 
-    def _attach_connections(self, device: Device, qdiscs: list[Qdisc], program: int) -> str:
+    def _attach_connections(self, device: Device, qdiscs: list[Qdisc]) -> str:
+        program = self._programs.connections
+        if program is None or device.is_loopback:
+            return ""
         ours = self._have_filter(device, qdiscs, INGRESS, self._connections_name, program)
         self._put(device, INGRESS, ours, program)
         return f"new connections policed by '{self._connections_name}'"
@@ -317,5 +318,5 @@ def _is_named(filter: Filter, name: str) -> bool:
     return filter.handle == FILTER_HANDLE and filter.name == name
 
 
-def _joined(known: str | None, text: str) -> str:
+def _joined(known: str, text: str) -> str:
     return f"{known}; {text}" if known else text

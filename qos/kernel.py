@@ -6,6 +6,7 @@ killed, is taken over: groups with their processes, attached programs, pinned ma
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Final
@@ -44,6 +45,8 @@ _TRAFFIC: Final = (
     "ingress_packets",
     "ingress_dropped_packets",
 )
+_traffic_counts: Final = operator.attrgetter(*_TRAFFIC)
+_observed_counts: Final = operator.attrgetter(*_OBSERVED)
 
 
 class KernelLimits:
@@ -291,9 +294,9 @@ class KernelLimits:
         more: dict[str, float] = {}
         if self._network is not None:
             traffic = self._network.traffic(index)
-            more.update({name: getattr(traffic, name) for name in _TRAFFIC})
+            more.update(zip(_TRAFFIC, _traffic_counts(traffic), strict=True))
         if seen is not None:
-            more.update({name: getattr(seen, name) for name in _OBSERVED})
+            more.update(zip(_OBSERVED, _observed_counts(seen), strict=True))
         return msgspec.structs.replace(used, **more)
 
     def enforced(self, tenant: str) -> dict[str, str]:

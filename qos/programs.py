@@ -97,13 +97,20 @@ class TenantPrograms:
         return None if row is None else _rates(row)
 
     def set_rates(self, index: int, rates: Rates) -> None:
-        """Write a tenant's row. Raises KernelError."""
+        """Write a tenant's row, and make those that go with it. Raises KernelError.
+
+        With another rate, the tenant owes nothing any more: a debt at a low rate would last for long at a higher one.
+        """
+        if self._traffic.get(index) is None:
+            self._traffic.set(index, TenantTraffic())
+        if self.read_rate(index) != rates or self._pace.get(index) is None:
+            self._pace.set(index, TenantPace())
         row = TenantLimit(rates.tenant.encode(), rates.egress_bytes_per_s, rates.ingress_bytes_per_s)
         self._limits.set(index, row)
 
     def remove_rates(self, index: int) -> None:
         """Remove a tenant's row, and what was counted for it. Raises KernelError."""
-        # The row of limits first: without it, the programs make no other row.
+        # The row of limits first: as long as it is there, the programs need the others.
         for table in (self._limits, self._pace, self._traffic):
             table.delete(index)
 

@@ -31,6 +31,8 @@ from seedance.qos.toml import (
 
 # cgroup v2 hands out `cpu.max` per period of this length, and refuses a `cpu.max.burst` above one period's quota.
 CPU_PERIOD_S: Final = 0.1
+LEAST_CPU_S: Final = 0.001
+"""The least in a period that the kernel takes (min_cfs_quota_period)."""
 MAX_COUNT: Final = 1_000_000_000
 # The limiter remembers one time stamp per request of the last minute.
 MAX_REQUESTS_PER_MINUTE: Final = 100_000
@@ -246,6 +248,11 @@ def validate(raw: Raw, tenant: str, scheduling_class: SchedulingClass, path: str
 
 
 def _check_cpu(cpu: CpuQuota, path: str) -> None:
+    if cpu.max_cores is not None and round(cpu.max_cores * CPU_PERIOD_S * 1e6) < LEAST_CPU_S * 1e6:
+        least = LEAST_CPU_S / CPU_PERIOD_S
+        raise ConfigError(
+            path, "cpu.max", f'cannot be less than {least:.0%}, all that the kernel takes; write "{least:.0%}"'
+        )
     if not cpu.burst_s:
         return
     if cpu.max_cores is None:

@@ -10,7 +10,22 @@ from typing import Final
 import pytest
 from support import observed
 from support.limits import NS_PER_S, now_ns
-from support.packets import ACK, FIN, HOP_BY_HOP, RST, SYN, UDP, ipv4, ipv6, tcp
+from support.packets import (
+    ACK,
+    DESTINATION,
+    FIN,
+    FRAGMENT,
+    HOP_BY_HOP,
+    ROUTING,
+    RST,
+    SYN,
+    TCP,
+    UDP,
+    extended,
+    ipv4,
+    ipv6,
+    tcp,
+)
 
 from seedance.bpf.abi import ConnectionCounts, SourcePace, SourcePrefix
 from seedance.bpf.loader import BpfObject
@@ -95,6 +110,13 @@ def test_a_source_is_an_ipv6_network_of_64_bits(police: Police) -> None:
 
 
 REQUEST: Final = tcp(SYN, port=PORT)
+
+
+def ipv6_extended(transport: bytes, *kinds: int, protocol: int = TCP, units: int = 0, fragment: int = 0) -> bytes:
+    payload, first = extended(transport, *kinds, protocol=protocol, units=units, fragment=fragment)
+    return ipv6(payload, protocol=first)
+
+
 # BPF_PROG_TEST_RUN takes no packet that ends within its IP header.
 UNTOUCHED: Final = [
     pytest.param(ipv4(tcp(SYN, port=PORT + 1)), id="another port"),
@@ -104,12 +126,14 @@ UNTOUCHED: Final = [
     pytest.param(ipv4(tcp(FIN | ACK, port=PORT)), id="an end"),
     pytest.param(ipv4(tcp(RST, port=PORT)), id="a reset"),
     pytest.param(ipv4(REQUEST, protocol=UDP), id="UDP"),
-    pytest.param(ipv6(REQUEST, protocol=HOP_BY_HOP), id="behind an extension header"),
+    pytest.param(ipv6_extended(tcp(ACK, port=PORT), HOP_BY_HOP), id="data behind an extension header"),
+    pytest.param(ipv6_extended(REQUEST, HOP_BY_HOP, protocol=UDP), id="UDP behind an extension header"),
+    pytest.param(ipv6_extended(tcp(ACK, port=PORT), FRAGMENT), id="a first fragment of data"),
+    pytest.param(ipv6_extended(REQUEST, FRAGMENT, fragment=1), id="a later fragment of IPv6"),
+    pytest.param(ipv6_extended(tcp(SYN, port=PORT + 1), ROUTING), id="another port behind an extension header"),
     pytest.param(ipv4(REQUEST, fragment=1), id="a later fragment"),
-    pytest.param(ipv4(REQUEST)[:40], id="cut off in TCP"),
-    pytest.param(ipv6(REQUEST)[:60], id="cut off in TCP of IPv6"),
     pytest.param(ipv4(REQUEST)[:14] + b"\x44" + ipv4(REQUEST)[15:], id="a header that is too short"),
-    pytest.param(ipv4(REQUEST)[:14] + b"\x65" + ipv4(REQUEST)[15:], id="another version than the link header says"),
+    pytest.param(ipv4(REQUEST)[:14] + b"\x55" + ipv4(REQUEST)[15:], id="another version of IP"),
     pytest.param(bytes(12) + b"\x08\x06" + bytes(46), id="ARP"),
 ]
 
@@ -119,6 +143,28 @@ def test_what_is_no_request_for_our_ports_is_not_touched(police: Police, packet:
     assert all(police.takes(packet) for _ in range(BURST + 2))
     assert police.counts() == (0, 0)
     assert not list(police.sources.keys())
+
+
+MORE_FRAGMENTS: Final = 0x2000
+HIDDEN: Final = [
+    pytest.param(ipv6_extended(REQUEST, HOP_BY_HOP), id="behind an extension header"),
+    pytest.param(ipv6_extended(REQUEST, DESTINATION, units=9), id="behind a long one"),
+    pytest.param(ipv6_extended(REQUEST, HOP_BY_HOP, DESTINATION, ROUTING, FRAGMENT, DESTINATION, ROUTING), id="six"),
+    pytest.param(ipv6_extended(REQUEST, *[DESTINATION] * 7), id="more than are followed"),
+    pytest.param(ipv6_extended(REQUEST, FRAGMENT), id="in a first fragment"),
+    pytest.param(ipv6_extended(REQUEST[:8], FRAGMENT), id="in a first fragment of IPv6 that ends before the flags"),
+    pytest.param(ipv6_extended(b"", HOP_BY_HOP, DESTINATION)[:64], id="in headers that have no end"),
+    pytest.param(ipv4(REQUEST, fragment=MORE_FRAGMENTS), id="in a first fragment of IPv4"),
+    pytest.param(ipv4(REQUEST[:8], fragment=MORE_FRAGMENTS), id="in one that ends before the flags"),
+]
+
+
+@pytest.mark.parametrize("packet", HIDDEN)
+def test_a_request_cannot_be_hidden(police: Police, packet: bytes) -> None:
+    assert [police.takes(packet) for _ in range(BURST + 2)] == [True] * BURST + [False] * 2
+    assert police.counts() == (BURST, 2)
+    (key,) = police.sources.keys()
+    assert any(key.address)
 
 
 def test_options_of_ipv4_are_skipped(police: Police) -> None:

@@ -180,6 +180,13 @@ def test_an_acknowledgement_waits_until_what_came_in_is_paid_for(limits: LoadedL
     assert SkBuff.from_buffer_copy(done.context).tstamp == paid_ns
 
 
+def test_an_acknowledgement_waits_no_longer_than_the_horizon(limits: LoadedLimits) -> None:
+    limits.set_limit(TENANT, ingress=1)
+    limits.pace.set(TENANT, TenantPace(0, now_ns() + 60 * HORIZON_NS))
+    done = limits.program("egress_pace").test_run(ipv4(tcp(ACK)), bytes(SkBuff(mark=mark_of(TENANT))))
+    assert now_ns() < SkBuff.from_buffer_copy(done.context).tstamp <= now_ns() + HORIZON_NS
+
+
 @pytest.mark.parametrize("packet", OTHERS)
 def test_nothing_else_waits_for_what_came_in(limits: LoadedLimits, packet: bytes) -> None:
     limits.set_limit(TENANT, ingress=RATE)

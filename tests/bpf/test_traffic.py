@@ -140,7 +140,7 @@ def test_a_packet_over_the_horizon_is_not_sent(net: Net, family: int) -> None:
 
 def test_what_arrives_is_counted_by_the_mark_of_its_socket_and_dropped_over_the_rate(net: Net, family: int) -> None:
     wire = PAYLOAD + HEADERS[socket.AddressFamily(family)]
-    with ingress(ingress_ahead_ns=NS_PER_S) as limits:
+    with ingress(ingress_burst_ns=NS_PER_S) as limits:
         # Three datagrams cost more than a second: the fourth comes too early.
         limits.set_limit(RECEIVER, ingress=5 * wire // 2)
         target = net.bound(family, socket.SOCK_DGRAM, mark_of(RECEIVER))

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import select
+import shlex
 import socket
 from collections.abc import Iterator
 
@@ -60,8 +61,10 @@ def test_a_port_knows_its_bridge(namespace: Namespace, netlink: Netlink) -> None
 
 def test_filters_of_other_kinds(namespace: Namespace, netlink: Netlink) -> None:
     namespace.run("tc", "qdisc", "add", "dev", "lo", "clsact")
-    namespace.run("tc", "filter", "add", "dev", "lo", "egress", "prio", "3", "matchall", "action", "pass")
-    assert netlink.filters(LO, EGRESS) == [Filter(3, 1, "", "matchall")]
+    namespace.run("tc", *shlex.split("filter add dev lo egress prio 3 u32 match u32 0 0 flowid 1:1"))
+    found = netlink.filters(LO, EGRESS)
+    assert found
+    assert {(one.priority, one.name, one.kind) for one in found} == {(3, "", "u32")}
 
 
 def test_clsact_and_filters(netlink: Netlink) -> None:

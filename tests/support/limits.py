@@ -30,7 +30,11 @@ class LoadedLimits:
         return self.object.program(name)
 
     def set_limit(self, index: int, *, egress: int = 0, ingress: int = 0) -> None:
-        """Grant a tenant so many bytes a second."""
+        """Grant a tenant so many bytes a second, and begin to count."""
+        if self.pace.get(index) is None:
+            self.pace.set(index, TenantPace())
+        if self._traffic.get(index) is None:
+            self._traffic.set(index, TenantTraffic())
         self.limits.set(index, TenantLimit(f"tenant-{index}".encode(), egress, ingress))
 
     def traffic(self, index: int) -> dict[str, int]:

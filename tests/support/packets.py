@@ -16,6 +16,9 @@ SYN: Final = 0x02
 _ETH_P_IP: Final = 0x0800
 _ETH_P_IPV6: Final = 0x86DD
 HOP_BY_HOP: Final = 0
+ROUTING: Final = 43
+FRAGMENT: Final = 44
+DESTINATION: Final = 60
 TCP: Final = 6
 UDP: Final = 17
 
@@ -87,3 +90,20 @@ def ipv6(transport: bytes, *, protocol: int = TCP, source: str = "2001:db8::1") 
     addresses = ipaddress.ip_address(source).packed + ipaddress.ip_address("2001:db8:1::1").packed
     header = struct.pack("!IHBB", 0x60000000, len(transport), protocol, 64) + addresses
     return bytes(12) + struct.pack("!H", _ETH_P_IPV6) + header + transport
+
+
+def extended(
+    transport: bytes, *kinds: int, protocol: int = TCP, units: int = 0, fragment: int = 0
+) -> tuple[bytes, int]:
+    """Put extension headers of these kinds before a segment; returns the whole and the first kind, for `ipv6`.
+
+    Each has `units` of eight bytes more than the least; one for a fragment has none, and `fragment` as its offset.
+    """
+    after = [*kinds[1:], protocol]
+    headers = b"".join(
+        struct.pack("!BBHI", following, 0, fragment << 3, 0)
+        if kind == FRAGMENT
+        else struct.pack("!BB6x", following, units) + bytes(8 * units)
+        for kind, following in zip(kinds, after, strict=True)
+    )
+    return headers + transport, [*kinds, protocol][0]

@@ -20,7 +20,11 @@ HEAVY_ALLOWED: Final = frozenset(("seedance.engine.gguf", "seedance.engine.vllm_
 
 # fmt: off
 PURE: Final = (
-    "seedance.daemon.doors", "seedance.daemon.protocol", "seedance.engine.request", "seedance.qos.limiter",
+    "seedance.daemon.doors", "seedance.daemon.protocol", "seedance.engine.accounting", "seedance.engine.admission",
+    "seedance.engine.bucket", "seedance.engine.cost", "seedance.engine.decode_group", "seedance.engine.fairness",
+    "seedance.engine.planner", "seedance.engine.policy", "seedance.engine.preemption", "seedance.engine.request",
+    "seedance.engine.roster", "seedance.engine.scheduling", "seedance.engine.simulation", "seedance.engine.states",
+    "seedance.qos.limiter",
     "seedance.qos.plan", "seedance.qos.quota", "seedance.qos.settings", "seedance.qos.toml", "seedance.qos.units",
     "seedance.qos.usage",
 )

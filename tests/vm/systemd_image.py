@@ -46,6 +46,7 @@ PACKAGES: Final = (
 NO_INITRAMFS: Final = "tiny-initramfs"
 """The smallest package that satisfies the kernel's wish for a maker of initramfs images; it is never run."""
 
+AS_ROOT: Final = ("sudo", "-n", "true")
 MMDEBSTRAP: Final = (
     *("mmdebstrap", "--quiet", "--variant=minbase", "--format=null"),
     *("--aptopt=Acquire::Languages none", "--aptopt=APT::Install-Recommends false"),
@@ -175,21 +176,21 @@ def download_wheels(folder: Path) -> None:
 
 
 def build_image(target: Path) -> None:
-    """Build the image next to `target` and move it there; images that other sources shaped are removed."""
+    """Build the image next to `target` and move it there; of images that other sources shaped, the last one stays."""
     if not shutil.which("mmdebstrap"):
         raise Unavailable("mmdebstrap is missing (Debian package mmdebstrap)")
+    if os.geteuid() and subprocess.run(AS_ROOT, capture_output=True, check=False).returncode:
+        raise Unavailable("building its image needs root, or a sudo that asks nothing")
     sources = find_sources()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as name:
         staging = Path(name)
-        staging.chmod(0o777)  # in an unprivileged build, mmdebstrap's root is another user here
         download_wheels(staging / "wheels")
         write_overlay(staging / "overlay")
         (staging / "finish").write_text(finish_script(staging))
         (staging / "finish").chmod(0o755)
         result = staging / "result"
-        result.mkdir(mode=0o777)
-        result.chmod(0o777)
+        result.mkdir()
         run_mmdebstrap(staging, sources)
         write_initramfs(result)
         old = [entry for entry in target.parent.iterdir() if re.fullmatch("[0-9a-f]{16}", entry.name)]
@@ -200,6 +201,7 @@ def build_image(target: Path) -> None:
 
 def run_mmdebstrap(staging: Path, sources: Iterable[str]) -> None:
     command = [
+        *(AS_ROOT[:-1] if os.geteuid() else ()),
         *MMDEBSTRAP,
         f"--include={','.join((*PACKAGES, KERNEL, NO_INITRAMFS))}",
         f"--customize-hook={staging / 'finish'}",
@@ -270,7 +272,8 @@ def overlay() -> dict[str, str]:
         "usr/local/lib/vm/agent.py": (HERE / "agent.py").read_text(),
         "etc/systemd/system/vm-agent.service": AGENT_UNIT,
         "etc/systemd/journald.conf.d/vm.conf": "[Journal]\nStorage=volatile\nRateLimitBurst=0\n",
-        "etc/sysctl.d/vm.conf": "kernel.core_pattern=/var/crash/core.%e.%p\n",
+        "usr/local/lib/vm/keep-core": CORE_KEEPER,
+        "etc/sysctl.d/vm.conf": "kernel.core_pattern=|/bin/sh /usr/local/lib/vm/keep-core %e %p\nfs.suid_dumpable=2\n",
         "etc/hostname": "guest\n",
         "etc/hosts": "127.0.0.1 localhost guest\n::1 localhost guest\n",
         "etc/machine-id": "0123456789abcdef0123456789abcdef\n",
@@ -293,6 +296,9 @@ while [ ! -b /dev/vda ]; do /busybox usleep 10000; done
 /busybox umount /dev
 exec /busybox switch_root /root /usr/lib/systemd/systemd
 """
+
+CORE_KEEPER: Final = "exec /usr/bin/head --bytes=64MiB >/var/crash/core.$1.$2\n"
+"""Keeps core dumps, of processes too that see no writable folder or have changed their user."""
 
 AGENT_UNIT: Final = """[Unit]
 Description=Runs what the host asks for

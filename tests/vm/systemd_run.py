@@ -31,7 +31,7 @@ from vm.systemd_guest import BOOT_S, Agent, Ended, Machine
 from vm.systemd_image import LIB, TESTS_SITE, find_image, say
 from vm.systemd_install import GUEST_ROOT, install
 
-DEFAULT_TESTS: Final = ("tests/vm/systemd",)
+DEFAULT_TESTS: Final = ("tests/vm/systemd", "tests/bpf")
 JUNIT: Final = "/var/tmp/junit.xml"
 TIMEOUT_S: Final = 900
 SETTLE_S: Final = 10.0

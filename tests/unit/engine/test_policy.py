@@ -294,3 +294,34 @@ def test_unknown_requests_are_ignored() -> None:
 def test_limits_come_from_a_quota() -> None:
     quota = Quota(tenant="a", weight=400, gpu=GpuQuota(share=0.25, kv_share=0.5), tokens=TokenQuota(per_second=1500))
     assert limits_of(quota) == TenantLimits(weight=400, share=0.25, kv_share=0.5, tokens_per_s=1500)
+
+
+def test_nobody_is_preempted_more_than_three_times() -> None:
+    engine = Engine(slots=1)
+    engine.policy.set_tenant(1, TenantLimits(weight=100), 0.0)
+    engine.policy.set_tenant(2, TenantLimits(weight=400), 0.0)
+    engine.submit("low", 1)
+    engine.step()
+    for number in range(5):
+        urgent = f"urgent {number}"
+        engine.submit(urgent, 2, priority=1)
+        step, _ = engine.step()
+        assert step.preempt == (["low"] if number < 3 else [])
+        engine.finish(urgent)
+        engine.step()
+    assert engine.policy.statistics(engine.now_s)[1].preemptions == 3
+
+
+def test_who_must_not_be_preempted_is_admitted_once_its_whole_length_fits() -> None:
+    engine = Engine()
+    engine.submit("x", 1, 10)  # and 1,000 tokens to come: 64 blocks
+    engine.step()
+    for _ in range(3):
+        engine.policy.preempted("x")
+        engine.running.pop("x")
+        engine.step()
+    engine.policy.preempted("x")
+    engine.running.pop("x")
+    assert engine.step(kv_free_blocks=63)[0].admit == []
+    engine.policy.set_tenant(1, TenantLimits(), engine.now_s)
+    assert engine.step(kv_free_blocks=64)[0].admit == ["x"]

@@ -120,6 +120,7 @@ def test_file_goes_over_its_class_key_by_key() -> None:
         ("[session]\nresume_for = 'unlimited'", "session.resume_for", "as a duration"),
         ("[cpu]\nmax = 1.5", "cpu.max", 'write e.g. "25%"'),
         ("[cpu]\nmax = '0%'", "cpu.max", "above zero"),
+        ("[cpu]\nmax = '0.9%'", "cpu.max", 'cannot be less than 1%, all that the kernel takes; write "1%"'),
         ("[cpu]\nburst = '1ms'", "cpu.burst", "write cpu.max too"),
         ("[cpu]\nmax = '50%'\nburst = '51ms'", "cpu.burst", 'what cpu.max grants in 100ms; write "50ms" or less'),
         ("[cpu]\ncpuset = '3-1'", "cpu.cpuset", 'write e.g. "0-3,8"'),
@@ -155,6 +156,7 @@ def test_a_whole_cpu_period_may_be_the_burst() -> None:
     assert load("[cpu]\nmax = '50%'\nburst = '50ms'", "t", "a").cpu.burst_s == 0.05
     assert load("[cpu]\nmax = '70%'\nburst = '70ms'", "t", "a").cpu.burst_s == 0.07
     assert load("[cpu]\nburst = 0", "t", "a").cpu.burst_s == 0
+    assert load("[cpu]\nmax = '1%'", "t", "a").cpu.max_cores == 0.01
 
 
 @pytest.mark.parametrize("name", ["acme", "a", "0-9_x.y", "a" * 64])

@@ -16,7 +16,7 @@ from vm.leftovers import left_behind, programs, qdiscs
 from vm.systemd_guest import Agent, Ended
 from vm.systemd_image import debian_sources
 from vm.systemd_install import source_digest
-from vm.systemd_run import bad_lines, parse, pytest_command
+from vm.systemd_run import DEFAULT_TESTS, bad_lines, parse, pytest_command
 
 # --- what it decides -----------------------------------------------------------------------------------------------
 
@@ -42,9 +42,8 @@ def test_a_machine_without_a_debian_archive_has_no_sources() -> None:
 @pytest.mark.parametrize(
     ("words", "tests", "arguments"),
     [
-        ([], ["tests/vm/systemd"], []),
         (["tests/bpf"], ["tests/bpf"], []),
-        (["--", "-k", "fq"], ["tests/vm/systemd"], ["-k", "fq"]),
+        (["--", "-k", "fq"], list(DEFAULT_TESTS), ["-k", "fq"]),
         (["--live", "a.py", "b.py", "--", "--", "-x"], ["a.py", "b.py"], ["--", "-x"]),
     ],
 )

@@ -56,6 +56,14 @@ def test_bpf_programs_can_be_pinned_and_listed() -> None:
     assert command("bpftool", "--json", "prog", "show").startswith("[")
 
 
+def test_a_crash_leaves_a_core_dump() -> None:
+    """So that the run's end can tell: of a sandboxed process that has become another user, too."""
+    sandbox = ("-p", "ProtectSystem=strict", "-p", "User=nobody", "-p", "LimitCORE=0", "--wait", "--collect")
+    command("systemd-run", *sandbox, "sh", "-c", "kill -SEGV $$", check=False)
+    (core,) = Path("/var/crash").glob("core.sh.*")
+    core.unlink()
+
+
 def test_what_runs_here_is_what_was_installed() -> None:
     """Not the checkout that lies beside it."""
     assert Path(seedance.__file__).is_relative_to("/usr/local/lib/seedance")

@@ -1,0 +1,194 @@
+"""Clients of one tenant as a process of their own: many connections, one thread, no work but what they send and read.
+
+    python -m support.tenant_load KIND ADDRESS KEY CONNECTIONS [TEXTS]
+
+KIND is what each connection does, again and again, until SIGTERM ends the process:
+
+    answers   ask for TEXTS texts at once, streamed with log probabilities, which makes big events, and read them
+    prompts   ask for one token after a prompt of 32 kB, without waiting for answers
+    bodies    send a body of 1 MB that names an unknown model, without waiting for answers
+    hoard     send a body of 7 MB but for its last byte, and wait
+    tokens    ask for a long text and take down when each event arrives, as the kernel saw it
+
+It prints READY once all connections are open, and a JSON object at the end (Outcome).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from support.raw_http import request
+
+READY: Final = "ready"
+COMPLETIONS: Final = "/v1/completions"
+LONG_TOKENS: Final = 30_000
+
+_READ_BYTES: Final = 1 << 18
+_STATUS: Final = re.compile(rb"HTTP/1\.1 (\d{3}) ")
+_STATUS_BYTES: Final = len(b"HTTP/1.1 200 ")
+_SO_TIMESTAMPNS: Final = 35
+_TIMESPEC: Final = struct.Struct("qq")
+_PAUSE_S: Final = 0.2
+
+
+class Outcome(msgspec.Struct):
+    """What a load saw.
+
+    `statuses` counts the answers by HTTP status, `ended` the connections that the server ended: "closed" or an errno's
+    text. `arrivals` has, by connection, when each event of its stream arrived (seconds of CLOCK_REALTIME).
+    """
+
+    received_bytes: int = 0
+    statuses: dict[str, int] = {}
+    ended: dict[str, int] = {}
+    arrivals: list[list[float]] = []
+
+
+class Client:
+    """One connection that sends `content` over and over, as far as the socket takes it; opened anew when it ends."""
+
+    def __init__(self, load: Load, content: bytes, *, repeats: bool, stamps: bool = False) -> None:
+        self._load = load
+        self._content = content
+        self._repeats = repeats
+        self._stamps = stamps
+        self.arrivals: list[float] = []
+        self.open()
+
+    def open(self) -> None:
+        self.sock = socket.create_connection(self._load.address, timeout=60)
+        self.sock.setblocking(False)
+        if self._stamps:
+            self.sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        self._sent = 0
+        self._tail = b""
+        self._load.selector.register(self.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, self)
+
+    def ready(self, events: int) -> None:
+        """Do what the socket is ready for."""
+        try:
+            if events & selectors.EVENT_READ:
+                self._receive()
+            elif events & selectors.EVENT_WRITE:
+                self._send()
+        except OSError as exc:
+            self._end(exc.strerror or str(exc))
+
+    def _send(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._sent += self.sock.send(memoryview(self._content)[self._sent : self._sent + _READ_BYTES])
+        if self._sent < len(self._content):
+            return
+        if self._repeats:
+            self._sent = 0
+        else:
+            self._load.selector.modify(self.sock, selectors.EVENT_READ, self)
+
+    def _receive(self) -> None:
+        data, ancillary, _flags, _address = self.sock.recvmsg(_READ_BYTES, 64 if self._stamps else 0)
+        if not data:
+            self._end("closed")
+            return
+        outcome = self._load.outcome
+        outcome.received_bytes += len(data)
+        seen = self._tail + data
+        for status in _STATUS.findall(seen):
+            self._load.statuses[status.decode()] += 1
+        self._tail = seen[-_STATUS_BYTES + 1 :]
+        for _level, kind, stamp in ancillary:
+            if kind == _SO_TIMESTAMPNS:
+                seconds, nanoseconds = _TIMESPEC.unpack(stamp)
+                self.arrivals.append(seconds + nanoseconds / 1e9)
+
+    def _end(self, how: str) -> None:
+        self._load.ended[how] += 1
+        self._load.selector.unregister(self.sock)
+        self.sock.close()
+        self._load.reopen_at.append((time.monotonic() + _PAUSE_S, self))
+
+
+class Load:
+    """All connections of a load."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self.address = host, int(port)
+        self.selector = selectors.DefaultSelector()
+        self.outcome = Outcome()
+        self.statuses: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()
+        self.reopen_at: list[tuple[float, Client]] = []
+        self.clients: list[Client] = []
+
+    def run(self, stopped: Callable[[], bool]) -> Outcome:
+        """Serve the connections until `stopped`."""
+        while not stopped():
+            for key, events in self.selector.select(0.1):
+                key.data.ready(events)
+            self._reopen()
+        self.outcome.statuses = dict(self.statuses)
+        self.outcome.ended = dict(self.ended)
+        self.outcome.arrivals = [client.arrivals for client in self.clients if client.arrivals]
+        return self.outcome
+
+    def _reopen(self) -> None:
+        now = time.monotonic()
+        while self.reopen_at and self.reopen_at[0][0] <= now:
+            _, client = self.reopen_at.pop(0)
+            try:
+                client.open()
+            except OSError as exc:
+                self.ended[exc.strerror or str(exc)] += 1
+                self.reopen_at.append((now + _PAUSE_S, client))
+
+
+def content(kind: str, key: str, number: int, texts: int) -> bytes:
+    """Return what a connection sends."""
+    body: dict[str, Any] = {"model": "synthetic", "prompt": f"Client {number}"}
+    if kind == "answers":
+        prompts = [f"Client {number}, text {text}" for text in range(texts)]
+        body |= {"prompt": prompts, "max_tokens": LONG_TOKENS, "stream": True, "logprobs": 20, "ignore_eos": True}
+    elif kind == "prompts":
+        body |= {"prompt": "a big prompt " * 2500, "max_tokens": 1}
+    elif kind == "bodies":
+        body |= {"model": "none", "prompt": "x" * 1_000_000}
+    elif kind == "hoard":
+        body |= {"prompt": "x" * 7_000_000}
+    else:
+        body |= {"max_tokens": LONG_TOKENS, "stream": True, "ignore_eos": True}
+    whole = request("POST", COMPLETIONS, key, body)
+    return whole[:-1] if kind == "hoard" else whole
+
+
+def main() -> None:
+    """Run a load until SIGTERM."""
+    kind, address, key, connections, *rest = sys.argv[1:]
+    texts = int(rest[0]) if rest else 1
+    ending: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: ending.append(number))
+    load = Load(address)
+    for number in range(int(connections)):
+        sent = content(kind, key, number, texts)
+        load.clients.append(
+            Client(load, sent, repeats=kind in ("prompts", "bodies"), stamps=kind == "tokens")
+        )
+    print(READY, flush=True)
+    outcome = load.run(lambda: bool(ending))
+    print(json.dumps(msgspec.to_builtins(outcome)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
