@@ -15,6 +15,9 @@ const volatile __u64 ingress_burst_ns = NS_PER_S / 2;
 /* So much where they are paced (senders.bpf.h): more than the queue that they are allowed, so that none need be lost. */
 const volatile __u64 ingress_horizon_ns = 2 * NS_PER_S;
 
+/* There, so much of the rate is kept for later when nothing comes: a pause shorter than this costs no throughput. */
+const volatile __u64 ingress_credit_ns = NS_PER_S / 5;
+
 #define PASS 1
 #define DROP 0
 
@@ -48,15 +51,16 @@ int ingress_police(struct __sk_buff *skb)
 	__u64 packets = skb->gso_segs ? skb->gso_segs : 1;
 	struct bpf_sock *sk = skb->sk ? bpf_sk_fullsock(skb->sk) : 0;
 	struct tenant tenant;
-	__u64 bytes, rate, ahead_ns;
+	__u64 bytes, rate, from_ns, ahead_ns;
 
 	if (!sk || !find_tenant(sk->mark, &tenant))
 		return PASS;
 	bytes = wire_bytes(skb, packets);
 	rate = tenant.limit->ingress_bytes_per_s;
-	ahead_ns = tenant.pace->is_ingress_paced ? ingress_horizon_ns : ingress_burst_ns;
-	if (rate && pace_take(&tenant.pace->ingress_arrival_ns, bpf_ktime_get_ns(), pace_cost_ns(bytes, rate),
-			      ahead_ns) == PACE_REFUSED) {
+	ahead_ns = tenant.pace->is_ingress_paced ? ingress_credit_ns + ingress_horizon_ns : ingress_burst_ns;
+	from_ns = bpf_ktime_get_ns() - (tenant.pace->is_ingress_paced ? ingress_credit_ns : 0);
+	if (rate &&
+	    pace_take(&tenant.pace->ingress_arrival_ns, from_ns, pace_cost_ns(bytes, rate), ahead_ns) == PACE_REFUSED) {
 		tenant.traffic->ingress_dropped_packets += packets;
 		tenant.traffic->ingress_dropped_bytes += bytes;
 		return DROP;

@@ -96,6 +96,7 @@ async def _serve(config: Config, options: Options, *, show_hints: bool) -> None:
         stack.callback(kernel.close)
         listeners = sockets.Listeners(config.listen, activation.take_sockets())
         stack.callback(listeners.close)
+        kernel.check_sockets([sock.fileno() for sock in listeners.sockets])
         kernel.set_ports(listeners.ports)
 
         def ready(model: str, names: list[str]) -> None:

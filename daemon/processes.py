@@ -227,19 +227,28 @@ class Processes:
     def place_worker(self, pid: int, tenant: str) -> None:
         """See `workers.Neighbours`."""
         self._kernel.place(pid, f"tenants/{tenant}")
+        self._oom_kills[tenant] = self._oom_kills_of(tenant)
 
     def tenant_left(self, tenant: str) -> None:
         """See `workers.Neighbours`."""
         if tenant not in self._tenants.quotas:
+            self._oom_kills.pop(tenant, None)
             self._kernel.tenant_gone(tenant)
 
     def exit_cause(self, tenant: str, status: int) -> str:
         """See `workers.Neighbours`."""
         if status != -signal.SIGKILL:
             return ""
-        kills = self.usage().get(tenant, TenantUsage()).oom_kills
-        before, self._oom_kills[tenant] = self._oom_kills.get(tenant, 0), kills
+        kills = self._oom_kills_of(tenant)
+        before, self._oom_kills[tenant] = self._oom_kills.get(tenant, kills), kills
         return ", as it was over its limit 'memory.max'" if kills > before else ""
+
+    def _oom_kills_of(self, tenant: str) -> int:
+        try:
+            return self._kernel.oom_kills(tenant)
+        except KernelError as exc:
+            _log.warning("%s, ignoring", exc)
+            return 0
 
     def usage(self) -> dict[str, TenantUsage]:
         """Return what the tenants use, as far as the kernel tells."""
@@ -403,6 +412,7 @@ class Processes:
             self.gateway_is_ready = True
             self.gateway_report = control.GatewayReport(driver=message.driver)
             self.marks_off = message.marks_off
+            self._kernel.marks_are_off(message.marks_off)
             if message.marks_off:
                 _log.warning("network marks are off (%s): no network limit can be applied, ignoring", message.marks_off)
             self._changed()

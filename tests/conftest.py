@@ -6,6 +6,11 @@ import collections
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# No deadline per example: other work on the machine says nothing about the code.
+settings.register_profile("calm", deadline=None)
+settings.load_profile("calm")
 
 _TESTS = Path(__file__).parent
 

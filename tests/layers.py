@@ -75,7 +75,12 @@ LAYERS: Final = (
     Layer("bpf", 300),
     Layer("component", 600),
     Layer("packaging", 300),
-    Layer("vm", 600, parts=("vm",), commands=((sys.executable, "-m", "vm.run"),)),
+    Layer(
+        "vm",
+        1500,
+        parts=("vm",),
+        commands=((sys.executable, "-m", "vm.run"), (sys.executable, "-m", "vm.systemd_run")),
+    ),
     Layer("e2e", 900, parts=("engine", "model")),
 )
 

@@ -191,7 +191,8 @@ def test_all_rows_of_a_tenant_are_there_before_its_first_packet(namespace: Names
         folder = Path(settings.bpffs) / NAME
         with open_pinned(folder / "tenant_pace") as pace, open_pinned(folder / "tenant_traffic") as traffic:
             assert HashMap(pace, ctypes.c_uint32, TenantPace).get(1) is not None
-            assert PerCpuHashMap(traffic, ctypes.c_uint32, TenantTraffic).get(1) is not None
+            counts: PerCpuHashMap[int, TenantTraffic] = PerCpuHashMap(traffic, ctypes.c_uint32, TenantTraffic)
+            assert counts.get(1) is not None
 
 
 def test_a_device_that_has_no_room_for_us(namespace: Namespace, settings: KernelSettings) -> None:
@@ -428,6 +429,19 @@ def test_remove_cleans_up_after_a_kill(namespace: Namespace, settings: KernelSet
         assert line in removed
     assert "clsact" not in namespace.run("tc", "qdisc", "show")
     assert remove(namespace, settings) == []
+
+
+def test_what_a_killed_run_left_goes_with_limits_off(namespace: Namespace, settings: KernelSettings) -> None:
+    with another_daemon(namespace, settings, quota("slow", egress=RATE)) as process:
+        ready(process)
+        with limits(namespace, msgspec.structs.replace(settings, limits="off")) as kernel:
+            assert "which another seedanced holds" in kernel.notes["leftovers"]
+        assert f"{NAME}_egress" in namespace.run("tc", "filter", "show", "dev", "lo", "egress")
+        process.kill()
+        process.wait()
+        with limits(namespace, msgspec.structs.replace(settings, limits="off")) as kernel:
+            assert kernel.notes == {}
+        assert "clsact" not in namespace.run("tc", "qdisc", "show")
 
 
 def test_what_another_version_left_is_made_anew(namespace: Namespace, settings: KernelSettings) -> None:

@@ -69,6 +69,9 @@ def test_text_continues_the_prompt(kind: str, data: st.DataObject) -> None:
         prompt.pop()
     whole = tokenizer.decode(prompt)
     ids = data.draw(token_ids(kind, 14))
+    if not whole:
+        # The bytes of a space have no text at the beginning, and so would not show that new ones made them invalid.
+        prompt = [token_id for token_id in prompt if not str(tokenizer.id_to_token(token_id)).startswith("<0x")]
     everything = tokenizer.decode(prompt + ids)
     pieces = cut(ids, data.draw(st.lists(st.integers(0, 3), max_size=14)))
     if everything.startswith(whole):  # else the new tokens made bytes of the prompt invalid, in a decoder's eyes

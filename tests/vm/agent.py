@@ -89,7 +89,7 @@ class Wire:
         self.write(GREETING + self.read(WORD_BYTES))
 
     def receive(self) -> tuple[bytes, bytes]:
-        """Return a frame's kind and content; anything else is a new host's greeting, the old one's leaving unnoticed."""
+        """Return a frame's kind and content; anything else is a new host's greeting, the old one having left unseen."""
         head = self.read(HEAD.size)
         kind, length = HEAD.unpack(head)
         if kind not in (REQUEST, INPUT):

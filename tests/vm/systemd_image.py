@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import lzma
+import os
 import re
 import shutil
 import subprocess
