@@ -23,6 +23,7 @@
 #define NS_PER_US 1000ULL
 #define US_PER_S 1000000ULL
 #define WINDOW_SCALE 11180340ULL /* 50,000 us to the power of 1.5 */
+#define QUEUE_US_MIN 100 /* even without a queue, no window is of more than 1.1 s: one sender alone cannot overrun it */
 #define LINK_HEADER_BYTES_MAX 64
 
 /* The kernel's. */
@@ -71,7 +72,7 @@ static __always_inline void limit_window(struct __sk_buff *skb, const struct pac
 					 __u64 queue_ns)
 {
 	struct tcp_sock *tcp = skb->sk ? bpf_skc_to_tcp_sock(skb->sk) : 0;
-	__u64 window_us = WINDOW_SCALE / root(queue_ns / NS_PER_US + 1);
+	__u64 window_us = WINDOW_SCALE / root(queue_ns / NS_PER_US + QUEUE_US_MIN);
 	__u64 window, offered;
 
 	if (!tcp || packet->tcp.syn || packet->tcp.rst)
@@ -89,11 +90,11 @@ static __always_inline __u64 pace_senders(struct __sk_buff *skb, struct tenant *
 	__u64 paid_ns = READ_ONCE(tenant->pace->ingress_arrival_ns);
 	struct packet packet = {};
 
-	if (!bytes_per_s || paid_ns <= now_ns)
+	if (!bytes_per_s)
 		return 0;
 	if (read_packet(skb, &packet) != READ_IP || packet.protocol != IPPROTO_TCP)
 		return 0;
-	limit_window(skb, &packet, bytes_per_s, paid_ns - now_ns);
+	limit_window(skb, &packet, bytes_per_s, paid_ns > now_ns ? paid_ns - now_ns : 0);
 	return is_acknowledgement(&packet) ? paid_ns : 0;
 }
 

@@ -138,7 +138,7 @@ stage() {
 need_root() { [ -n "$DESTDIR" ] || [ "$(id -u)" = 0 ] || die "run this as root, or below a folder of yours: DESTDIR=/path"; }
 
 tell_system() {
-    "$LIB/bin/python" -m compileall -q "$LIB/lib" >/dev/null || true # a library may carry files of newer Pythons
+    "$LIB/bin/python" -m compileall -q -j 0 "$LIB/lib" >/dev/null || true # a library may carry files of newer Pythons
     if command -v systemd-sysusers >/dev/null; then
         systemd-sysusers "$SYSUSERS"
         systemd-tmpfiles --create "$TMPFILES"

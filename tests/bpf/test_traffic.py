@@ -272,6 +272,42 @@ class TxTime(ctypes.Structure):
     _fields_ = (("clockid", ctypes.c_int32), ("flags", ctypes.c_uint32))
 
 
+def test_the_window_that_is_offered_is_smaller_the_longer_the_queue(family: int) -> None:
+    net, rate = Net("veth"), 1_000_000
+    with LoadedLimits("egress") as limits:
+        add_filter(net.server, "veth", EGRESS, limits.program("egress_pace").fd)
+        client, server = connected(net, family)
+        windows = {}
+        # Without the devices' help, the client's end computes the checksum of what it gets.
+        for queue_s in (0.0, 0.01, 0.25, 1.0):
+            limits.set_limit(RECEIVER, ingress=rate)
+            limits.pace.set(RECEIVER, TenantPace(0, now_ns() + round(queue_s * NS_PER_S)))
+            client.sendall(bytes(100))
+            assert len(server.recv(1000)) == 100
+            server.sendall(b"answer")
+            assert client.recv(1000) == b"answer"
+            windows[queue_s] = offered(client)
+        client.close()
+        server.close()
+    net.close()
+    assert windows[0.0] > 60_000
+    for queue_s, window in windows.items():
+        if queue_s:
+            expected = min(rate * 0.05**1.5 / queue_s**0.5, windows[0.0])
+            # The queue gets shorter while it is looked at; a header counts in units of up to 16 KiB, rounded down.
+            assert expected - WINDOW_UNIT <= window <= expected * 1.05, queue_s
+
+
+WINDOW_UNIT: Final = 1024
+_SND_WND: Final = slice(228, 232)
+"""tcpi_snd_wnd in `struct tcp_info` (linux/tcp.h, v5.4)."""
+
+
+def offered(sock: socket.socket) -> int:
+    """Return the window that the peer offered last."""
+    return int.from_bytes(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)[_SND_WND], "little")
+
+
 def test_new_connections_over_the_rate_of_their_source_are_not_made(family: int) -> None:
     net = Net("veth")
     interval_ns, burst = 60 * NS_PER_S, 3

@@ -42,7 +42,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def build(tree: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, tree / "packaging" / "build_bpf.py"]
+    command: list[str] = [sys.executable, str(tree / "packaging" / "build_bpf.py")]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
@@ -96,7 +96,7 @@ def test_what_the_compiler_refuses_is_named_and_the_old_object_stays(tree: Path)
 
 
 def test_a_compiler_that_is_not_there_is_named(tree: Path) -> None:
-    command = [sys.executable, tree / "packaging" / "build_bpf.py"]
+    command: list[str] = [sys.executable, str(tree / "packaging" / "build_bpf.py")]
     environment = {**os.environ, "CLANG": "no-such-clang"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 1

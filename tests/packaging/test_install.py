@@ -69,8 +69,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.write_text(OURS)
     result = script(
         *("packaging/install.sh", "install"),
-        **{"DESTDIR": root, "PREFIX": "/opt/there", "WHEEL": wheel},
-        **{"SYSTEM_PYTHON": BASE_PYTHON, "INTERPRETER": f"/usr/bin/python{MINOR}"},
+        DESTDIR=root,
+        PREFIX="/opt/there",
+        WHEEL=wheel,
+        SYSTEM_PYTHON=BASE_PYTHON,
+        INTERPRETER=f"/usr/bin/python{MINOR}",
     )
     assert result.returncode == 0, result.stderr
     return root

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -11,26 +12,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from support.live import percentile
+from support.system_service import CGROUP, PORT, Service, wait_until
+from support.tenant_load import MODEL, READY, Outcome
+from support.wire import Clients
 
 from seedance.daemon import control
 from seedance.daemon.control import StatusReport, TenantStatus
-from support.live import percentile
-from support.system_service import CGROUP, PORT, Service, wait_until
-from support.tenant_load import READY, Outcome
-from support.wire import Clients
 
 CONTROL: Final = "/run/seedance/control.sock"
 SECONDS: Final = 20.0
 """How long a limit is watched."""
 
 TABLES: Final[dict[str, dict[str, Any]]] = {
-    "engine.synthetic": {"tokens_per_s": 20},
+    # Every event of an answer names the model: so each is of a size that fills a network without much work.
+    "engine": {"kind": "synthetic", "name": MODEL},
+    "engine.synthetic": {"tokens_per_s": 10},
     # A tenant that offers more than its rate lets through piles it up for that long.
-    "worker": {"max_backlog": "64MiB"},
+    "worker": {"max_backlog": "4MiB"},
 }
 """Of the configuration: a pace that an emulated machine can keep."""
 
@@ -45,7 +47,7 @@ MEMORY_LIMIT: Final = f'[memory]\nmax = "{MEMORY}"\n{STREAMS}'
 NONE: Final = STREAMS
 
 TEXTS: Final = 50
-"""Texts at once that need more than the egress rate: an event with log probabilities has more than 1 kB."""
+"""Texts at once that need more than the egress rate: an event has 2 kB (MODEL)."""
 
 _FILLED_S: Final = 3
 _IN_BACKGROUND: Final = ("chrt", "--idle", "0")
@@ -177,7 +179,7 @@ def gaps(arrivals: Sequence[Sequence[float]], began: float, ended: float) -> lis
     return [
         later - earlier
         for stream in arrivals
-        for earlier, later in zip(stream, stream[1:], strict=False)
+        for earlier, later in itertools.pairwise(stream)
         if began <= earlier and later <= ended
     ]
 

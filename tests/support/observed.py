@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -84,10 +85,17 @@ class Child:
         self._process.stdin.write(b"\n")
         self._process.stdin.flush()
 
-    def interim_answer(self) -> Any:
-        """Return what it answered in one line, while it goes on or waits for another line."""
+    def wait_asleep(self) -> None:
+        """Wait until it has written a line and waits for one."""
         assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
+        self._process.stdout.readline()
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            time.sleep(0.001)
+
+    def account(self) -> tuple[float, float]:
+        """Return its seconds on a processor and in a run queue, by the scheduler's own account."""
+        on_cpu_ns, run_queue_ns, _ = map(int, Path(f"/proc/{self.pid}/schedstat").read_text().split())
+        return on_cpu_ns / 1e9, run_queue_ns / 1e9
 
     def answer(self) -> Any:
         """Return what it answered when it has ended."""

@@ -42,7 +42,7 @@ class Clients:
 
 @contextlib.contextmanager
 def joined() -> Iterator[Clients]:
-    """Have clients behind a veth pair, which carries segments one by one, as a cable would, and so counts each's headers."""
+    """Have clients behind a veth pair, which carries segments one by one, as a cable would, and counts each header."""
     found = Clients(Namespace())
     try:
         command(

@@ -59,7 +59,7 @@ def test_bpf_programs_can_be_pinned_and_listed() -> None:
 def test_a_crash_leaves_a_core_dump() -> None:
     """So that the run's end can tell: of a sandboxed process that has become another user, too."""
     sandbox = ("-p", "ProtectSystem=strict", "-p", "User=nobody", "-p", "LimitCORE=0", "--wait", "--collect")
-    command("systemd-run", *sandbox, "sh", "-c", "kill -SEGV $$", check=False)
+    command("systemd-run", *sandbox, "sh", "-c", "kill -SEGV $$$$", check=False)
     (core,) = Path("/var/crash").glob("core.sh.*")
     core.unlink()
 
