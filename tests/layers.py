@@ -73,7 +73,7 @@ LAYERS: Final = (
     Layer("property", 300),
     Layer("fuzz", 180),
     Layer("bpf", 300),
-    Layer("component", 600),
+    Layer("component", 900),
     Layer("packaging", 300),
     Layer(
         "vm",

@@ -278,7 +278,6 @@ def test_the_window_that_is_offered_is_smaller_the_longer_the_queue(family: int)
         add_filter(net.server, "veth", EGRESS, limits.program("egress_pace").fd)
         client, server = connected(net, family)
         windows = {}
-        # Without the devices' help, the client's end computes the checksum of what it gets.
         for queue_s in (0.0, 0.01, 0.25, 1.0):
             limits.set_limit(RECEIVER, ingress=rate)
             limits.pace.set(RECEIVER, TenantPace(0, now_ns() + round(queue_s * NS_PER_S)))

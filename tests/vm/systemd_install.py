@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from vm.run import ROOT, Unavailable
+from vm.run import BUILD, ROOT, Unavailable
 from vm.systemd_guest import Agent, Ended
-from vm.systemd_image import LIB, PYTHON
+from vm.systemd_image import LIB, PYTHON, locked
 
 GUEST_ROOT: Final = "/srv/seedance"
 CARRIED: Final = ("tests", "bench", "bpf", "systemd", "packaging", "pyproject.toml", "Makefile", "README.md")
@@ -28,8 +28,8 @@ _PREFIX: Final = "/usr/local"
 
 
 def install(agent: Agent, scratch: Path) -> None:
-    """Install the wheel and carry the tests over; `scratch` keeps wheels for the next time."""
-    stage = stage_install(find_wheel(scratch / "wheels"), scratch / "stage")
+    """Install the wheel and carry the tests over; `scratch` is a folder that no other run uses."""
+    stage = stage_install(find_wheel(BUILD / "wheels"), scratch / "stage")
     put(agent, "/", [(stage, "")])
     agent.check(["rm", "-rf", GUEST_ROOT])
     put(agent, GUEST_ROOT, [(ROOT / name, name) for name in CARRIED])
@@ -83,21 +83,27 @@ def source_digest(root: Path, names: Iterable[str]) -> str:
 def find_wheel(cache: Path) -> Path:
     """Return the wheel of this checkout, built by way of the sdist unless one of the same sources is there."""
     folder = cache / source_digest(ROOT, _SOURCES)
-    if not folder.exists():
-        if not any((ROOT / "bpf").glob("*.bpf.o")):
-            raise Unavailable("the BPF programs are not built (make bpf)")
-        staging = cache / "building"
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        command = [sys.executable, "-m", "build", "--outdir", str(staging), str(ROOT)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise Unavailable(f"cannot build the wheel: {(done.stdout + done.stderr).strip()[-2000:]}")
-        staging.rename(folder)
-        for old in sorted(cache.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT_WHEELS]:
-            shutil.rmtree(old)
+    cache.mkdir(parents=True, exist_ok=True)
+    with locked(BUILD / "lock"):
+        if not folder.exists():
+            build_wheel(folder)
+            for old in sorted(cache.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT_WHEELS]:
+                shutil.rmtree(old)
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def build_wheel(target: Path) -> None:
+    if not any((ROOT / "bpf").glob("*.bpf.o")):
+        raise Unavailable("the BPF programs are not built (make bpf)")
+    staging = target.with_name("building")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    command = [sys.executable, "-m", "build", "--outdir", str(staging), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Unavailable(f"cannot build the wheel: {(done.stdout + done.stderr).strip()[-2000:]}")
+    staging.rename(target)
 
 
 def stage_install(wheel: Path, target: Path) -> Path:

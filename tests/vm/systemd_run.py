@@ -105,7 +105,7 @@ def act(machine: Machine, options: argparse.Namespace) -> int:
                 ["/bin/bash", "-c", options.shell], stdout=sys.stdout.buffer, stderr=sys.stderr.buffer, cwd="/root"
             )
         with timed("installed"):
-            install(agent, BUILD)
+            install(agent, machine.folder)
         if options.start or options.install:
             return 0
         return run_tests(agent, machine.folder, options)
