@@ -34,7 +34,6 @@ architecture=$(dpkg --print-architecture)
 gzip -9n <"$DOC/CHANGELOG.md" >"$DOC/changelog.gz"
 rm "$DOC/CHANGELOG.md"
 cat >"$DOC/copyright" <<'TEXT'
-Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/
 Upstream-Name: seedance
 Comment: The licences of the libraries in /usr/lib/seedance are in their *.dist-info folders there.
 

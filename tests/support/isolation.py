@@ -28,10 +28,11 @@ SECONDS: Final = 20.0
 """How long a limit is watched."""
 
 TABLES: Final[dict[str, dict[str, Any]]] = {
+    # Every event of an answer names the model: so each is of a size that fills a network without much work.
     "engine": {"kind": "synthetic", "name": MODEL},
-    "engine.synthetic": {"tokens_per_s": 20},
-    # So little is kept for a connection that no answers are made in heaps: meanwhile its socket would run dry.
-    "worker": {"max_backlog": "64KiB"},
+    "engine.synthetic": {"tokens_per_s": 10},
+    # A tenant that offers more than its rate lets through piles it up for that long.
+    "worker": {"max_backlog": "4MiB"},
 }
 """Of the configuration: a pace that an emulated machine can keep."""
 
@@ -45,8 +46,8 @@ NETWORK_LIMIT: Final = f'[network]\negress = "8Mbit"\ningress = "4Mbit"\n{STREAM
 MEMORY_LIMIT: Final = f'[memory]\nmax = "{MEMORY}"\n{STREAMS}'
 NONE: Final = STREAMS
 
-MANY: Final = 50
-"""Connections of a tenant that has many."""
+TEXTS: Final = 50
+"""Texts at once that need more than the egress rate: an event has 2 kB (MODEL)."""
 
 _FILLED_S: Final = 3
 _IN_BACKGROUND: Final = ("chrt", "--idle", "0")
@@ -102,12 +103,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def load(clients: Clients, kind: str, key: str, connections: int, *, is_watcher: bool = False) -> Iterator[Running]:
+def load(
+    clients: Clients, kind: str, key: str, connections: int, texts: int = 1, *, is_watcher: bool = False
+) -> Iterator[Running]:
     """Run clients of a tenant (see `tenant_load`) until the end of the block.
 
     They have a machine of their own in reality: here they run when nothing else does, and a watcher before all else.
     """
-    words = (kind, f"{clients.server}:{PORT}", key, str(connections))
+    words = (kind, f"{clients.server}:{PORT}", key, str(connections), str(texts))
     with clients.namespace:
         process = subprocess.Popen(
             [*(_AT_ONCE if is_watcher else _IN_BACKGROUND), sys.executable, "-m", "support.tenant_load", *words],
@@ -143,12 +146,12 @@ def wire_rate(
     clients: Clients, key: str, direction: str, connections: int, seconds: float = SECONDS
 ) -> tuple[float, Outcome]:
     """Return the bytes a second on the clients' device while a tenant's clients take, or send, what they can."""
-    kind, count, limit = (
-        ("answers", clients.received_bytes, EGRESS_BYTES_PER_S)
+    kind, texts, count, limit = (
+        ("answers", -(-TEXTS // connections), clients.received_bytes, EGRESS_BYTES_PER_S)
         if direction == "egress"
-        else ("bodies", clients.sent_bytes, INGRESS_BYTES_PER_S)
+        else ("bodies", 1, clients.sent_bytes, INGRESS_BYTES_PER_S)
     )
-    with load(clients, kind, key, connections) as running:
+    with load(clients, kind, key, connections, texts) as running:
         first = count()
         wait_until(lambda: count() > first + _FILLED_S * limit, f"{direction} is filled")
         found = rate(count, seconds)
@@ -218,8 +221,8 @@ def everything(clients: Clients, service: Service) -> Iterator[None]:
     with (
         load(clients, "prompts", service.keys["acme"], 3),
         load(clients, "bodies", service.keys["acme"], 3),
-        load(clients, "answers", service.keys["bolt"], MANY),
-        load(clients, "bodies", service.keys["bolt"], MANY),
+        load(clients, "answers", service.keys["bolt"], TEXTS),
+        load(clients, "bodies", service.keys["bolt"], TEXTS),
     ):
         before = cpu_stat("acme")["nr_throttled"]
         wait_until(lambda: cpu_stat("acme")["nr_throttled"] > before + 20, "acme is throttled")
