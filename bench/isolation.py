@@ -24,7 +24,7 @@ from vm.systemd_image import LIB, TESTS_SITE, find_image
 from vm.systemd_install import GUEST_ROOT, install
 
 from bench.isolation_guest import Samples
-from bench.report import machine, print_result, rounded, save, say, spread
+from bench.report import machine, print_result, rounded, save, say
 
 SET: Final[dict[str, float]] = {
     "cpu_cores": isolation.CPU_CORES,
@@ -67,8 +67,7 @@ def result(samples: Samples) -> dict[str, Any]:
     measured = {"cpu_cores": samples.cpu_cores}
     for name, by_connections in samples.wire.items():
         measured[f"{name}_bytes_per_s"] = farthest(by_connections, SET[f"{name}_bytes_per_s"])
-    losses = [loaded / quiet - 1 for quiet, loaded in zip(samples.quiet_p99_s, samples.loaded_p99_s, strict=True)]
-    loss = spread(losses)
+    neighbour = isolation.Neighbour(samples.quiet_s, samples.loaded_s)
     return {
         "bench": "isolation",
         "set": SET,
@@ -80,9 +79,11 @@ def result(samples: Samples) -> dict[str, Any]:
         },
         "dropped_packets": samples.dropped_packets,
         "cpu_throttled": samples.cpu_throttled,
-        "neighbour_p99_loss": rounded(loss.median),
-        "neighbour_p99_loss_quartiles": [rounded(loss.low), rounded(loss.high)],
-        "neighbour_p99_ms": rounded(1e3 * spread(samples.quiet_p99_s).median),
+        "neighbour_p99_loss": rounded(neighbour.p99_loss),
+        "neighbour_p99_ms": {
+            "quiet": rounded(1e3 * neighbour.quiet_p99_s),
+            "loaded": rounded(1e3 * neighbour.loaded_p99_s),
+        },
         "machine": machine(),
     }
 

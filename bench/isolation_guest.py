@@ -17,14 +17,17 @@ DIRECTIONS = ("egress", "ingress")
 
 
 class Samples(msgspec.Struct, frozen=True, kw_only=True):
-    """`wire` has bytes a second by direction and number of connections, `dropped_packets` likewise."""
+    """`wire` has bytes a second by direction and number of connections, `dropped_packets` likewise.
+
+    `quiet_s` and `loaded_s` are the times between a neighbour's tokens.
+    """
 
     cpu_cores: float
     cpu_throttled: int
     wire: dict[str, dict[int, float]]
     dropped_packets: dict[str, dict[int, int]]
-    quiet_p99_s: list[float]
-    loaded_p99_s: list[float]
+    quiet_s: list[float]
+    loaded_s: list[float]
 
 
 def measure(seconds: float, pairs: int) -> Samples:
@@ -48,8 +51,8 @@ def measure(seconds: float, pairs: int) -> Samples:
         cpu_throttled=throttled,
         wire={name: {n: one.bytes_per_s for n, one in by.items()} for name, by in found.items()},
         dropped_packets={name: {n: one.dropped_packets for n, one in by.items()} for name, by in found.items()},
-        quiet_p99_s=[pair.quiet_s for pair in times],
-        loaded_p99_s=[pair.loaded_s for pair in times],
+        quiet_s=times.quiet_s,
+        loaded_s=times.loaded_s,
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -31,7 +31,7 @@ SECONDS: Final = 20.0
 
 TABLES: Final[dict[str, dict[str, Any]]] = {
     "engine": {"kind": "synthetic", "name": MODEL},
-    "engine.synthetic": {"tokens_per_s": 20},
+    "engine.synthetic": {"tokens_per_s": 10},
     # So little is kept for a connection that no answers are made in heaps: meanwhile its socket would run dry.
     "worker": {"max_backlog": "64KiB"},
 }
@@ -72,7 +72,6 @@ MANY: Final = 50
 """Connections of a tenant that has many."""
 
 _FILLED_S: Final = 4
-_IN_BACKGROUND: Final = ("chrt", "--idle", "0")
 _AT_ONCE: Final = ("chrt", "--fifo", "1")
 
 
@@ -149,12 +148,13 @@ class Running:
 def load(clients: Clients, kind: str, key: str, connections: int, *, is_watcher: bool = False) -> Iterator[Running]:
     """Run clients of a tenant (see `tenant_load`) until the end of the block.
 
-    They have a machine of their own in reality: here they run when nothing else does, and a watcher before all else.
+    They run when nothing else does, but a watcher before all else.
     """
     words = (kind, f"{clients.server}:{PORT}", key, str(connections))
+    place = _AT_ONCE if is_watcher else ("sh", "-c", f'echo 0 > {clients.group}/cgroup.procs && exec "$@"', "sh")
     with clients.namespace:
         process = subprocess.Popen(
-            [*(_AT_ONCE if is_watcher else _IN_BACKGROUND), sys.executable, "-m", "support.tenant_load", *words],
+            [*place, sys.executable, "-m", "support.tenant_load", *words],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -214,14 +214,18 @@ def wire_rate(
 # --- a change ------------------------------------------------------------------------------------------------------
 
 
+def index_of(tenant: str) -> int:
+    """Return a tenant's key in the maps."""
+    return tenant_status(tenant).mark - MARK_BASE
+
+
 def in_cgroup(tenant: str) -> int:
     """Return the processor time of a period that the cgroup has."""
     return int((CGROUP / "tenants" / tenant / "cpu.max").read_text().split()[0])
 
 
-def in_map(tenant: str) -> int:
+def in_map(index: int) -> int:
     """Return the egress rate in the map that the programs read, as bpftool tells it."""
-    index = tenant_status(tenant).mark - MARK_BASE
     entries = json.loads(command("bpftool", "--json", "map", "dump", "pinned", str(PINS / "tenant_limits")))
     [value] = [entry["formatted"]["value"] for entry in entries if entry["formatted"]["key"] == index]
     return int(value["egress_bytes_per_s"])
@@ -235,42 +239,47 @@ def in_status(tenant: str) -> Enforced:
 
 def enforced(tenant: str) -> tuple[int, int, Enforced]:
     """Return a tenant's limits as each place has them."""
-    return in_cgroup(tenant), in_map(tenant), in_status(tenant)
+    return in_cgroup(tenant), in_map(index_of(tenant)), in_status(tenant)
 
 
-def wait_enforced(tenant: str, wanted: Enforced) -> dict[str, float]:
-    """Wait until every place has a tenant's new limits; return by place when it was seen there (monotonic)."""
+def change(service: Service, tenant: str, cpu: str, egress: str, wanted: Enforced) -> dict[str, float]:
+    """Write a tenant's file, and return by place how long it took until the new limits were seen there, seconds."""
+    index = index_of(tenant)
     places: dict[str, Callable[[], bool]] = {
         "cpu.max": lambda: in_cgroup(tenant) == wanted.cpu_us,
-        "map": lambda: in_map(tenant) == wanted.egress_bytes_per_s,
+        "map": lambda: in_map(index) == wanted.egress_bytes_per_s,
         "status": lambda: in_status(tenant) == wanted,
     }
-    seen: dict[str, float] = {}
-
-    def look() -> bool:
-        for place in places.keys() - seen.keys():
-            if places[place]():
-                seen[place] = time.monotonic()
-        return len(seen) == len(places)
-
-    wait_until(look, f"{tenant} has {wanted}")
-    return seen
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        service.add_tenant(tenant, limits(cpu, egress))
+        waits = {
+            place: pool.submit(wait_until, is_there, f"{tenant} has {wanted}") for place, is_there in places.items()
+        }
+        return {place: wait.result() for place, wait in waits.items()}
 
 
 # --- the neighbour -------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
-    """The p99 of the time between a neighbour's tokens, seconds: without load, and with it."""
+class Neighbour:
+    """The times between a neighbour's tokens, seconds, of all runs without load, and of all with it."""
 
-    quiet_s: float
-    loaded_s: float
+    quiet_s: list[float]
+    loaded_s: list[float]
 
     @property
-    def loss(self) -> float:
-        """By how much it grew, relatively."""
-        return self.loaded_s / self.quiet_s - 1
+    def quiet_p99_s(self) -> float:
+        return percentile(self.quiet_s, 0.99)
+
+    @property
+    def loaded_p99_s(self) -> float:
+        return percentile(self.loaded_s, 0.99)
+
+    @property
+    def p99_loss(self) -> float:
+        """By how much the 99th percentile grows, relatively."""
+        return self.loaded_p99_s / self.quiet_p99_s - 1
 
 
 def gaps(arrivals: Sequence[Sequence[float]], began: float, ended: float) -> list[float]:
@@ -289,8 +298,8 @@ def neighbour(
     loads: Callable[[], contextlib.AbstractContextManager[object]],
     pairs: int,
     seconds: float,
-    streams: int = 4,
-) -> list[Pair]:
+    streams: int = 8,
+) -> Neighbour:
     """Return what a load does to a tenant that does not belong to it: runs without and with it, in turns."""
     phases: list[tuple[bool, float, float]] = []
 
@@ -305,13 +314,12 @@ def neighbour(
             with loads():
                 phase(True)
     arrivals = running.outcome.arrivals
-    assert len(arrivals) == streams, running.outcome
-    found = [percentile(gaps(arrivals, began, ended), 0.99) for _, began, ended in phases]
-    return [Pair(*found[at : at + 2]) for at in range(0, len(found), 2)]
-
-
-def median_loss(pairs: Sequence[Pair]) -> float:
-    return statistics.median(pair.loss for pair in pairs)
+    assert len(arrivals) == streams
+    assert not running.outcome.ended, running.outcome.ended
+    found = Neighbour([], [])
+    for is_loaded, began, ended in phases:
+        (found.loaded_s if is_loaded else found.quiet_s).extend(gaps(arrivals, began, ended))
+    return found
 
 
 @contextlib.contextmanager

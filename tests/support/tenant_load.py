@@ -42,8 +42,14 @@ LONG_TOKENS: Final = 30_000
 _READ_BYTES: Final = 1 << 18
 _STATUS: Final = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 _STATUS_BYTES: Final = len(b"HTTP/1.1 200 ")
+_LATE: Final = "🌙".encode()
+"""The only text of the synthetic engine before which a token has none, so that this message is of two tokens' time."""
+
 _SO_TIMESTAMPNS: Final = 35
-_TEXT: Final = 0x81  # a whole text message
+# First bytes of WebSocket frames that are whole messages.
+_TEXT: Final = 0x81
+_PING: Final = 0x89
+_PONG: Final = 0x8A
 _TIMESPEC: Final = struct.Struct("qq")
 _PAUSE_S: Final = 0.2
 
@@ -52,7 +58,7 @@ class Outcome(msgspec.Struct):
     """What a load saw.
 
     `statuses` counts the answers by HTTP status, `ended` the connections that the server ended: "closed" or an errno's
-    text. `arrivals` has, by connection, when each message of its stream arrived (seconds of CLOCK_REALTIME).
+    text. `arrivals` has, by connection, when each token of its stream arrived (seconds of CLOCK_REALTIME).
     """
 
     received_bytes: int = 0
@@ -113,9 +119,21 @@ class Client:
             self._load.statuses[status.decode()] += 1
         self._tail = seen[-_STATUS_BYTES + 1 :]
         for _level, kind, stamp in ancillary:
-            if kind == _SO_TIMESTAMPNS and data[0] == _TEXT:
+            if kind == _SO_TIMESTAMPNS:
                 seconds, nanoseconds = _TIMESPEC.unpack(stamp)
-                self.arrivals.append(seconds + nanoseconds / 1e9)
+                self._read_messages(data, seconds + nanoseconds / 1e9)
+
+    def _read_messages(self, data: bytes, at: float) -> None:
+        """Take down the tokens among frames, which are short and come whole, and answer pings."""
+        while data and data[0] in (_TEXT, _PING):
+            payload = data[2 : 2 + data[1]]
+            if data[0] == _PING:
+                self.sock.send(bytes((_PONG, 0x80 | data[1])) + bytes(4) + payload)
+            elif _LATE in payload and self.arrivals:
+                self.arrivals += [(self.arrivals[-1] + at) / 2, at]
+            else:
+                self.arrivals.append(at)
+            data = data[2 + data[1] :]
 
     def _end(self, how: str) -> None:
         self._load.ended[how] += 1

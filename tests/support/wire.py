@@ -1,4 +1,8 @@
-"""A network of the test's own between this machine and clients: a veth pair into a namespace."""
+"""A network of the test's own between this machine and clients: a veth pair into a namespace.
+
+In reality clients have machines of their own. Here they share processors with what they ask, so there is a control
+group for them that runs when nothing else does: weights inside a group say nothing about others.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import fcntl
 import socket
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from support.namespaces import Namespace
@@ -16,6 +21,7 @@ from support.system_service import command
 
 _SERVER: Final = "10.77.0.1"
 _CLIENT: Final = "10.77.0.2"
+_GROUP: Final = Path("/sys/fs/cgroup/seedance-test-clients")
 _RECEIVED, _SENT = 0, 8  # columns of /proc/net/dev
 _SIOCETHTOOL: Final = 0x8946
 _ETHTOOL_STSO: Final = 0x1F
@@ -26,6 +32,7 @@ class Clients:
     """A network namespace joined to the machine's own: `client` on its device there, `server` on the other here."""
 
     namespace: Namespace
+    group: Path
     server_device: str = "sd0"
     client_device: str = "sd1"
     server: str = _SERVER
@@ -52,8 +59,11 @@ def joined() -> Iterator[Clients]:
 
     As on a card that leaves segmenting to the kernel, each segment crosses it by itself, its headers counted.
     """
-    found = Clients(Namespace())
+    found = Clients(Namespace(), _GROUP)
     try:
+        (_GROUP.parent / "cgroup.subtree_control").write_text("+cpu")
+        _GROUP.mkdir()
+        (_GROUP / "cpu.idle").write_text("1")  # v5.15
         command(
             *("ip", "link", "add", found.server_device, "type", "veth", "peer", "name", found.client_device),
             *("netns", found.namespace.path),
@@ -69,6 +79,8 @@ def joined() -> Iterator[Clients]:
     finally:
         command("ip", "link", "delete", found.server_device, check=False)
         found.namespace.close()
+        if _GROUP.exists():
+            _GROUP.rmdir()
 
 
 def _leave_segmenting(device: str) -> None:

@@ -61,42 +61,53 @@ def test_memory_ends_the_culprit_alone(service: Service, clients: Clients) -> No
             wait_until(lambda: isolation.tenant_status("dune").worker_pid, "dune has a worker again")
             assert service.complete("dune", model=MODEL)["usage"]["completion_tokens"] == 16
     assert hoard.outcome.ended, "a client was left waiting for a worker that is gone"
-    assert not neighbour.outcome.ended
+    ended = neighbour.outcome.ended
+    assert not ended
     assert {name: isolation.tenant_status(name).worker_pid for name in others} == others
 
 
 def test_a_neighbour_does_not_notice(service: Service, clients: Clients) -> None:
-    pairs = isolation.neighbour(
-        clients, service.keys["crux"], lambda: isolation.everything(clients, service), pairs=3, seconds=12
+    found = isolation.neighbour(
+        clients, service.keys["crux"], lambda: isolation.everything(clients, service), pairs=3, seconds=20
     )
-    print(f"p99 between tokens: {pairs}, loss {isolation.median_loss(pairs):.4f}")
-    assert isolation.median_loss(pairs) <= 0.05
+    print(
+        f"p99 between tokens: {found.quiet_p99_s:.4f} s, under load {found.loaded_p99_s:.4f} s: {found.p99_loss:+.4f}"
+    )
+    assert found.p99_loss <= 0.05
 
 
-def test_a_changed_file_is_in_force_within_a_second(service: Service, clients: Clients) -> None:
+@pytest.fixture
+def acme(service: Service) -> Iterator[Service]:
+    """The service, and afterwards acme's own file again."""
+    yield service
+    service.add_tenant("acme", isolation.QUOTAS["acme"])
+    wait_until(lambda: isolation.in_status("acme") == isolation.ACME, "acme's own limits are in force")
+
+
+def test_a_changed_file_is_in_force_within_a_second(acme: Service, clients: Clients) -> None:
     changes = {isolation.Enforced(30_000, 750_000): ("30%", "6Mbit"), isolation.ACME: ("50%", "8Mbit")}
-    with isolation.everything(clients, service):
+    with (
+        isolation.load(clients, "prompts", acme.keys["acme"], 3),
+        isolation.load(clients, "answers", acme.keys["bolt"], 10),
+    ):
         for wanted, (cpu, egress) in changes.items():
-            began = time.monotonic()
-            service.add_tenant("acme", isolation.limits(cpu, egress))
-            seen = {place: at - began for place, at in isolation.wait_enforced("acme", wanted).items()}
+            seen = isolation.change(acme, "acme", cpu, egress, wanted)
             print(f"{cpu}, {egress}: {seen}")
             assert max(seen.values()) <= WITHIN_S
 
 
-def test_a_broken_file_changes_nothing(service: Service, clients: Clients) -> None:
+def test_a_broken_file_changes_nothing(acme: Service) -> None:
     before = isolation.enforced("acme")
-    shown = command("seedancectl", "tenant", "show", "acme")
-    service.add_tenant("acme", '[cpu]\nmax = "10%"\n[network]\negres = "1Mbit"\n')
+    acme.add_tenant("acme", '[cpu]\nmax = "10%"\n[network]\negres = "1Mbit"\n')
     wait_until(lambda: isolation.status().bad_files, "the file is reported")
     [bad] = isolation.status().bad_files
     assert (bad.key, bad.kept) == ("network.egres", True)
     assert isolation.enforced("acme") == before
-    assert command("seedancectl", "tenant", "show", "acme") == shown
+    shown = command("seedancectl", "tenant", "show", "acme")
+    assert "cpu.max = 50%" in shown
+    assert "network.egress = 8Mbit" in shown
     with pytest.raises(AssertionError, match="egress"):
         command("seedancectl", "check")
-    service.add_tenant("acme", isolation.QUOTAS["acme"])
-    wait_until(lambda: not isolation.status().bad_files, "the file is well again")
 
 
 def test_the_limits_outlive_the_supervisor(service: Service, clients: Clients) -> None:
