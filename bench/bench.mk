@@ -29,6 +29,6 @@ bench-frontend: ## CPU time per token beside vLLM's own server; last line JSON: 
 	@$(BENCH_ENV) $(PY) -m bench.frontend $(BENCH_ARGS)
 
 .PHONY: bench-isolation
-bench-isolation: bpf ## How exactly the kernel's limits hold, in a guest; last line JSON: BENCH_ARGS="--seconds 20 --pairs 5"
+bench-isolation: bpf ## How exactly the kernel's limits hold, in a guest; last line JSON: BENCH_ARGS="--seconds 20 --pairs 3"
 	@$(SETUP) base bench vm
 	@$(BENCH_ENV) $(PY) -m bench.isolation $(BENCH_ARGS)

@@ -67,7 +67,6 @@ def result(samples: Samples) -> dict[str, Any]:
     measured = {"cpu_cores": samples.cpu_cores}
     for name, by_connections in samples.wire.items():
         measured[f"{name}_bytes_per_s"] = farthest(by_connections, SET[f"{name}_bytes_per_s"])
-    neighbour = isolation.Neighbour(samples.quiet_s, samples.loaded_s)
     return {
         "bench": "isolation",
         "set": SET,
@@ -79,10 +78,11 @@ def result(samples: Samples) -> dict[str, Any]:
         },
         "dropped_packets": samples.dropped_packets,
         "cpu_throttled": samples.cpu_throttled,
-        "neighbour_p99_loss": rounded(neighbour.p99_loss),
+        "neighbour_p99_loss": rounded(samples.neighbours[" ".join(isolation.LOADS)].p99_loss),
+        "neighbour_p99_loss_by_limits": {name: rounded(one.p99_loss) for name, one in samples.neighbours.items()},
         "neighbour_p99_ms": {
-            "quiet": rounded(1e3 * neighbour.quiet_p99_s),
-            "loaded": rounded(1e3 * neighbour.loaded_p99_s),
+            name: [rounded(1e3 * one.quiet_p99_s), rounded(1e3 * one.loaded_p99_s)]
+            for name, one in samples.neighbours.items()
         },
         "machine": machine(),
     }
@@ -92,7 +92,7 @@ def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=isolation.SECONDS)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=3)
     options = parser.parse_args()
     try:
         samples = measured_in_guest(options.seconds, options.pairs)

@@ -5,6 +5,7 @@ python -m bench.isolation_guest SECONDS PAIRS
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import msgspec
@@ -19,15 +20,14 @@ DIRECTIONS = ("egress", "ingress")
 class Samples(msgspec.Struct, frozen=True, kw_only=True):
     """`wire` has bytes a second by direction and number of connections, `dropped_packets` likewise.
 
-    `quiet_s` and `loaded_s` are the times between a neighbour's tokens.
+    `neighbours` has the times between a neighbour's tokens, by the limit at which others are.
     """
 
     cpu_cores: float
     cpu_throttled: int
     wire: dict[str, dict[int, float]]
     dropped_packets: dict[str, dict[int, int]]
-    quiet_s: list[float]
-    loaded_s: list[float]
+    neighbours: dict[str, isolation.Neighbour]
 
 
 def measure(seconds: float, pairs: int) -> Samples:
@@ -42,17 +42,17 @@ def measure(seconds: float, pairs: int) -> Samples:
                 found[direction][connections] = isolation.wire_rate(
                     clients, "bolt", service.keys["bolt"], direction, connections, seconds
                 )
-        say("a neighbour without and with all of it")
-        times = isolation.neighbour(
-            clients, service.keys["crux"], lambda: isolation.everything(clients, service), pairs, seconds
-        )
+        neighbours = {}
+        for limits in (*((one,) for one in isolation.LOADS), tuple(isolation.LOADS)):
+            say(f"a neighbour without and with others at their limits: {', '.join(limits)}")
+            loads = functools.partial(isolation.at_limits, clients, service, *limits)
+            neighbours[" ".join(limits)] = isolation.neighbour(clients, service.keys["crux"], loads, pairs, seconds)
     return Samples(
         cpu_cores=cores,
         cpu_throttled=throttled,
         wire={name: {n: one.bytes_per_s for n, one in by.items()} for name, by in found.items()},
         dropped_packets={name: {n: one.dropped_packets for n, one in by.items()} for name, by in found.items()},
-        quiet_s=times.quiet_s,
-        loaded_s=times.loaded_s,
+        neighbours=neighbours,
     )
 
 

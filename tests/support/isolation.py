@@ -33,7 +33,7 @@ TABLES: Final[dict[str, dict[str, Any]]] = {
     "engine": {"kind": "synthetic", "name": MODEL},
     "engine.synthetic": {"tokens_per_s": 10},
     # So little is kept for a connection that no answers are made in heaps: meanwhile its socket would run dry.
-    "worker": {"max_backlog": "64KiB"},
+    "worker": {"max_backlog": "128KiB"},
 }
 """Of the configuration: a pace that an emulated machine can keep."""
 
@@ -308,11 +308,14 @@ def neighbour(
         time.sleep(seconds)
         phases.append((is_loaded, began, time.time()))
 
+    clients.leave_segmenting(is_device=True)
     with load(clients, "tokens", key, streams, is_watcher=True) as running:
         for _ in range(pairs):
             phase(False)
             with loads():
+                time.sleep(_FILLED_S)
                 phase(True)
+    clients.leave_segmenting(is_device=False)
     arrivals = running.outcome.arrivals
     assert len(arrivals) == streams
     assert not running.outcome.ended, running.outcome.ended
@@ -322,15 +325,18 @@ def neighbour(
     return found
 
 
+LOADS: Final[dict[str, tuple[tuple[str, str, int], ...]]] = {
+    "cpu": (("prompts", "acme", 3), ("huge", "acme", 3)),
+    "egress": (("answers", "bolt", MANY),),
+    "ingress": (("bodies", "bolt", MANY),),
+}
+"""By limit, what has a tenant at it: kind of load, tenant, connections."""
+
+
 @contextlib.contextmanager
-def everything(clients: Clients, service: Service) -> Iterator[None]:
-    """Have acme at its processor limit, and bolt at both of its network limits, by 50 connections each way."""
-    with (
-        load(clients, "prompts", service.keys["acme"], 3),
-        load(clients, "huge", service.keys["acme"], 3),
-        load(clients, "answers", service.keys["bolt"], MANY),
-        load(clients, "bodies", service.keys["bolt"], MANY),
-    ):
-        before = cpu_stat("acme")["nr_throttled"]
-        wait_until(lambda: cpu_stat("acme")["nr_throttled"] > before + 20, "acme is throttled")
+def at_limits(clients: Clients, service: Service, *limits: str) -> Iterator[None]:
+    """Have tenants at these limits."""
+    with contextlib.ExitStack() as stack:
+        for kind, tenant, connections in itertools.chain.from_iterable(LOADS[limit] for limit in limits):
+            stack.enter_context(load(clients, kind, service.keys[tenant], connections))
         yield

@@ -4,7 +4,7 @@
 
 KIND is what each connection does, again and again, until SIGTERM ends the process:
 
-    answers   ask for an answer of 16 kB that costs the server little (MODEL), without waiting for the one before
+    answers   ask for an answer of 60 kB that costs the server little (MODEL), without waiting for the one before
     prompts   ask for one token after a prompt of 32 kB, likewise
     bodies    send a body of 100 kB that is no JSON, likewise
     huge      send a body of 4 MB that is no JSON, likewise
@@ -32,9 +32,10 @@ from typing import Any, Final
 
 import msgspec
 from support.raw_http import request
+from support.wire import SO_TIMESTAMPNS
 
 READY: Final = "ready"
-MODEL: Final = "synthetic-" + 16_000 * "x"
+MODEL: Final = "synthetic-" + 60_000 * "x"
 """What the engine's model is to be called: who asks which models there are gets a big answer for little work."""
 
 LONG_TOKENS: Final = 30_000
@@ -45,7 +46,6 @@ _STATUS_BYTES: Final = len(b"HTTP/1.1 200 ")
 _LATE: Final = "🌙".encode()
 """The only text of the synthetic engine before which a token has none, so that this message is of two tokens' time."""
 
-_SO_TIMESTAMPNS: Final = 35
 # First bytes of WebSocket frames that are whole messages.
 _TEXT: Final = 0x81
 _PING: Final = 0x89
@@ -82,7 +82,7 @@ class Client:
         self.sock = socket.create_connection(self._load.address, timeout=60)
         self.sock.setblocking(False)
         if self._stamps:
-            self.sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+            self.sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         self._sent = 0
         self._tail = b""
         self._load.selector.register(self.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, self)
@@ -119,7 +119,7 @@ class Client:
             self._load.statuses[status.decode()] += 1
         self._tail = seen[-_STATUS_BYTES + 1 :]
         for _level, kind, stamp in ancillary:
-            if kind == _SO_TIMESTAMPNS:
+            if kind == SO_TIMESTAMPNS:
                 seconds, nanoseconds = _TIMESPEC.unpack(stamp)
                 self._read_messages(data, seconds + nanoseconds / 1e9)
 
