@@ -26,6 +26,7 @@ from support.tiny_model import tiny_model
 from tokenizers import Tokenizer
 
 from seedance.engine.adapter import EngineState, EngineStatistics, Output
+from seedance.engine.ledger import Ledger
 from seedance.engine.request import FinishReason, ModelInfo, Sampling, TenantContext
 from seedance.engine.vllm import VllmAdapter, VllmSettings
 from seedance.errors import EngineDead, EngineError
@@ -111,7 +112,8 @@ class Engine:
             dtype="float32",
             cache_dir=str(run_dir / "cache"),
         )
-        self.adapter = VllmAdapter(settings)
+        self.ledger = Ledger.create()
+        self.adapter = VllmAdapter(settings, self.ledger)
         self.events = Generations()
         self.refusal = ""
         self.info: ModelInfo
