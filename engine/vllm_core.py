@@ -273,7 +273,7 @@ def _run_core(ledger_fd: int, control: socket.socket, launch: Launch) -> int:
     control.send(msgspec.json.encode(Resolved(launch.launch, model_dir, _model_facts(config))))
     core = importlib.import_module("vllm.v1.engine.core")
     version = str(importlib.import_module("vllm").__version__)
-    config.scheduler_config.scheduler_cls = _scheduler_class(config.scheduler_config, Ledger(ledger_fd), version)
+    config.scheduler_config.scheduler_cls = scheduler_class(config.scheduler_config, Ledger(ledger_fd), version)
     vllm_scheduler.let_sleep(core.EngineCoreProc)
     _extend(core, launch)
     core.EngineCoreProc.run_engine_core(
@@ -286,7 +286,7 @@ def _run_core(ledger_fd: int, control: socket.socket, launch: Launch) -> int:
     return 0
 
 
-def _scheduler_class(config: Any, ledger: Ledger, version: str) -> type:
+def scheduler_class(config: Any, ledger: Ledger, version: str) -> type:
     """Return our scheduler, over the one of vLLM's that the configuration resolved to."""
     if config.policy != "fcfs":
         raise EngineDead(f"vLLM's scheduling policy is '{config.policy}', and must be 'fcfs'")

@@ -105,14 +105,14 @@ _REQUEST_FIELDS: Final = (
 
 def check_scheduler(base: type, request: type, version: str) -> None:
     """Raise EngineDead when vLLM's scheduler, or its request, is not the one that this module was written for."""
-    stored = set(vars(base)["__init__"].__code__.co_names)
+    stored = set(inspect.getattr_static(base, "__init__").__code__.co_names)
     wrong = [f"has no field '{name}'" for name in _FIELDS if name not in stored]
     for name, parameters in _METHODS.items():
         method = getattr(base, name, None)
         found = [] if method is None else [name for name in inspect.signature(method).parameters if name != "self"]
         if method is None or tuple(found) != parameters:
             wrong.append(f"has no method '{name}({', '.join(parameters)})'")
-    kept = set(vars(request)["__init__"].__code__.co_names)
+    kept = set(inspect.getattr_static(request, "__init__").__code__.co_names)
     wrong += [f"has requests without '{name}'" for name in _REQUEST_FIELDS if name not in kept]
     if wrong:
         text = f"vLLM {version} schedules otherwise than {_VERSION}, install that one: its {base.__name__} {wrong[0]}"
