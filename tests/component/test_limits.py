@@ -272,6 +272,25 @@ def test_share_of_the_engine_is_one_of_its_time(daemon: Daemon) -> None:
     assert counted.step_s == pytest.approx(25 / TOKENS_PER_S, rel=0.3)
 
 
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(daemon: Daemon) -> None:
+    limit(daemon, "queued", '[gpu]\nshare = "1%"\n[requests]\nqueue = 3\n')
+    with infer(daemon, "queued") as socket:
+        for number in range(12):
+            socket.send(json.dumps({"id": str(number), "prompt": PROMPT, "max_tokens": 1_000}))
+        refused = 0
+        while not refused:
+            message = json.loads(socket.recv(10))
+            refused += "error" in message
+        assert message["error"]["code"] == "rate_limited"
+        assert "requests.queue" in message["error"]["message"]
+        assert message["error"]["retry_after_ms"] >= 100
+        begun = time.monotonic()
+        retry_s = over(complete(daemon, "queued"), "rate_limited", "requests.queue")
+        assert time.monotonic() - begun < 0.5
+        assert 1 <= retry_s <= 60
+        assert complete(daemon, "acme").status == 200
+
+
 def test_the_context_of_a_tenant(daemon: Daemon) -> None:
     limit(daemon, "small", "[tokens]\ncontext = 100\n")
     answer = complete(daemon, "small", prompt=[300] * 90, max_tokens=50).json()
