@@ -27,3 +27,13 @@ bench-frontend: ## CPU time per token beside vLLM's own server; last line JSON: 
 	@$(SETUP) base bench engine
 	@$(MAKE) bench-programs >&2
 	@$(BENCH_ENV) $(PY) -m bench.frontend $(BENCH_ARGS)
+
+.PHONY: bench-scheduler
+bench-scheduler: ## Shares kept, and throughput beside vLLM's own scheduler; last line JSON: BENCH_ARGS="--seconds 60"
+	@$(SETUP) base bench engine
+	@$(BENCH_ENV) $(PY) -m bench.scheduler $(BENCH_ARGS)
+
+.PHONY: bench-neighbour
+bench-neighbour: ## A flood of long prompts beside short requests; last line JSON: BENCH_ARGS="--seconds 60"
+	@$(SETUP) base bench engine
+	@$(BENCH_ENV) $(PY) -m bench.neighbour $(BENCH_ARGS)

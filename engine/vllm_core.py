@@ -272,9 +272,10 @@ def _run_core(ledger_fd: int, control: socket.socket, launch: Launch) -> int:
     config = _engine_config(settings, model_dir)
     control.send(msgspec.json.encode(Resolved(launch.launch, model_dir, _model_facts(config))))
     core = importlib.import_module("vllm.v1.engine.core")
-    version = str(importlib.import_module("vllm").__version__)
-    config.scheduler_config.scheduler_cls = scheduler_class(config.scheduler_config, Ledger(ledger_fd), version)
-    vllm_scheduler.let_sleep(core.EngineCoreProc)
+    if not settings.plain_scheduler:
+        version = str(importlib.import_module("vllm").__version__)
+        config.scheduler_config.scheduler_cls = scheduler_class(config.scheduler_config, Ledger(ledger_fd), version)
+        vllm_scheduler.let_sleep(core.EngineCoreProc)
     _extend(core, launch)
     core.EngineCoreProc.run_engine_core(
         vllm_config=config,
