@@ -28,8 +28,8 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     the sockets, the log and temporary files; its path must be short, since a socket's may have 107 bytes. `cache_dir`
     is for what vLLM keeps between starts; empty means a folder in `run_dir`. `enforce_eager` compiles nothing: the
     start is quick, and a GPU slower; None does so on a CPU. `threads` counts OpenMP threads of the CPU build; 0 leaves
-    one processor to the rest of the machine. `offline` forbids hub calls; a local model makes none anyway. `plain_scheduler`
-    is for comparisons: vLLM's own scheduler, which knows no tenants.
+    one processor to the rest of the machine. `offline` forbids hub calls; a local model makes none anyway.
+    `plain_scheduler` is for comparisons: vLLM's own scheduler, which knows no tenants.
     """
 
     model: str
