@@ -37,3 +37,8 @@ bench-scheduler: ## Shares kept, and throughput beside vLLM's own scheduler; las
 bench-neighbour: ## A flood of long prompts beside short requests; last line JSON: BENCH_ARGS="--seconds 60"
 	@$(SETUP) base bench engine
 	@$(BENCH_ENV) $(PY) -m bench.neighbour $(BENCH_ARGS)
+
+.PHONY: bench-isolation
+bench-isolation: bpf ## How exactly the kernel's limits hold, in a guest; last line JSON: BENCH_ARGS="--seconds 20 --pairs 5"
+	@$(SETUP) base bench vm
+	@$(BENCH_ENV) $(PY) -m bench.isolation $(BENCH_ARGS)

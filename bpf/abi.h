@@ -34,7 +34,7 @@ ABI_SIZE(tenant_limit, 80);
 struct tenant_pace {
 	__u64 egress_departure_ns;
 	__u64 ingress_arrival_ns;
-	__u64 is_ingress_paced; /* 1 when the tenant's latest packet went out by egress_pace, which paces senders too */
+	__u64 is_paced; /* 1 when the tenant's latest packet went out by egress_pace, which paces senders too */
 };
 ABI_SIZE(tenant_pace, 24);
 

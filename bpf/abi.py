@@ -34,17 +34,17 @@ class TenantLimit(ctypes.Structure):
 class TenantPace(ctypes.Structure):
     """Map `tenant_pace`, by index: when all that was let through is paid for at the rate.
 
-    `is_ingress_paced` is 1 when the tenant's latest packet went out by egress_pace, which paces senders too.
+    `is_paced` is 1 when the tenant's latest packet went out by egress_pace, which paces senders too.
     """
 
     _fields_ = (
         ("egress_departure_ns", ctypes.c_uint64),
         ("ingress_arrival_ns", ctypes.c_uint64),
-        ("is_ingress_paced", ctypes.c_uint64),
+        ("is_paced", ctypes.c_uint64),
     )
     egress_departure_ns: int
     ingress_arrival_ns: int
-    is_ingress_paced: int
+    is_paced: int
 
 
 class TenantTraffic(ctypes.Structure):

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only
 /*
- * Egress limits of tenants, on every device: clsact egress, direct action.
+ * Egress limits of tenants. Two programs for every device (clsact egress, direct action), and one for the sockets:
  *
  *  egress_pace    for devices with fq: gives a packet the time at which it is to depart. fq keeps it until then, and
  *                 the socket that sent it waits, because what is in the queue counts against its send buffer.
  *  egress_police  for devices without: drops what is over the rate. A local TCP takes that drop for a full queue, not
  *                 for loss: it keeps the data and tries again later.
+ *  egress_window  for the sockets of our cgroup (sock_ops): bounds the congestion window of a tenant that is paced, so
+ *                 that many connections do not fill the queue up to its horizon, which TCP by itself would do: nothing
+ *                 is lost there that would tell it to stop, and BBR takes the queue for a long path.
  *
  * Under fq, an ingress limit is kept by what goes out, too: see senders.bpf.h.
  */
@@ -14,6 +17,14 @@
 #include "pace.bpf.h"
 #include "senders.bpf.h"
 #include "tenant.bpf.h"
+#include "window.bpf.h"
+
+#define SOL_TCP 6
+#define WINDOW_UNBOUND 0x7fffffffU
+
+static long (*const bpf_setsockopt)(void *ctx, int level, int name, void *value, int size) = (void *)BPF_FUNC_setsockopt;
+static long (*const bpf_sock_ops_cb_flags_set)(struct bpf_sock_ops *ctx,
+					       int flags) = (void *)BPF_FUNC_sock_ops_cb_flags_set;
 
 char LICENSE[] SEC("license") = "GPL";
 
@@ -64,11 +75,11 @@ static __always_inline __u64 take(const struct __sk_buff *skb, struct tenant *te
 	return pace_take(&tenant->pace->egress_departure_ns, now_ns, cost_ns, ahead_ns);
 }
 
-/* Tells ingress_police whether the senders are paced. */
+/* Tells the programs on the cgroup whether the tenant is paced. */
 static __always_inline void note_pacing(struct tenant *tenant, __u64 is_paced)
 {
-	if (tenant->pace->is_ingress_paced != is_paced)
-		tenant->pace->is_ingress_paced = is_paced;
+	if (tenant->pace->is_paced != is_paced)
+		tenant->pace->is_paced = is_paced;
 }
 
 /* TCP that paces by itself (bbr) has set a time already: the later one holds. */
@@ -113,4 +124,35 @@ int egress_police(struct __sk_buff *skb)
 	if (tenant.limit->egress_bytes_per_s && take(skb, &tenant, bpf_ktime_get_ns(), egress_burst_ns) == PACE_REFUSED)
 		return drop(skb, tenant.traffic);
 	return pass(skb, tenant.traffic);
+}
+
+/* The bound also becomes the slow-start threshold: up to it, the window grows at once. */
+static __always_inline void bound_window(struct bpf_sock_ops *ctx, const struct tenant_limit *limit,
+					 const struct tenant_pace *pace)
+{
+	struct tcp_sock *tcp = ctx->sk ? bpf_skc_to_tcp_sock(ctx->sk) : 0;
+	__u64 queue_ns = pace_ahead_ns(READ_ONCE(pace->egress_departure_ns), bpf_ktime_get_ns());
+	__u32 bytes = ctx->mss_cache;
+	__u32 segments = WINDOW_UNBOUND;
+
+	if (!tcp || !bytes)
+		return;
+	if (limit->egress_bytes_per_s && pace->is_paced)
+		segments = min(window_bytes(limit->egress_bytes_per_s, queue_ns, bytes) / bytes, (__u64)WINDOW_UNBOUND);
+	else if (tcp->snd_cwnd_clamp >= WINDOW_UNBOUND)
+		return; /* never bound, or no longer */
+	bpf_setsockopt(ctx, SOL_TCP, TCP_BPF_SNDCWND_CLAMP, &segments, sizeof(segments));
+}
+
+SEC("sockops")
+int egress_window(struct bpf_sock_ops *ctx)
+{
+	struct tenant tenant;
+
+	/* The mark is set after accept(2), so whose connection it is says each callback anew. */
+	if (ctx->op == BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB)
+		bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_RTT_CB_FLAG);
+	else if (ctx->op == BPF_SOCK_OPS_RTT_CB && ctx->sk && find_tenant(ctx->sk->mark, &tenant))
+		bound_window(ctx, tenant.limit, tenant.pace);
+	return 1;
 }

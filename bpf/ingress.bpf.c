@@ -57,8 +57,8 @@ int ingress_police(struct __sk_buff *skb)
 		return PASS;
 	bytes = wire_bytes(skb, packets);
 	rate = tenant.limit->ingress_bytes_per_s;
-	ahead_ns = tenant.pace->is_ingress_paced ? ingress_credit_ns + ingress_horizon_ns : ingress_burst_ns;
-	from_ns = bpf_ktime_get_ns() - (tenant.pace->is_ingress_paced ? ingress_credit_ns : 0);
+	ahead_ns = tenant.pace->is_paced ? ingress_credit_ns + ingress_horizon_ns : ingress_burst_ns;
+	from_ns = bpf_ktime_get_ns() - (tenant.pace->is_paced ? ingress_credit_ns : 0);
 	if (rate &&
 	    pace_take(&tenant.pace->ingress_arrival_ns, from_ns, pace_cost_ns(bytes, rate), ahead_ns) == PACE_REFUSED) {
 		tenant.traffic->ingress_dropped_packets += packets;

@@ -20,6 +20,12 @@ static __always_inline __u64 pace_cost_ns(__u64 bytes, __u64 bytes_per_s)
 	return bytes * NS_PER_S / bytes_per_s;
 }
 
+/* How far what was let through is ahead of what is paid for. */
+static __always_inline __u64 pace_ahead_ns(__u64 paid_ns, __u64 now_ns)
+{
+	return paid_ns > now_ns ? paid_ns - now_ns : 0;
+}
+
 /* Takes cost_ns of the rate behind *paid_ns. Returns when that starts, now at the earliest, or PACE_REFUSED. */
 static __always_inline __u64 pace_take(__u64 *paid_ns, __u64 now_ns, __u64 cost_ns, __u64 ahead_ns)
 {

@@ -6,10 +6,7 @@
  *
  *  - What came in over the rate is acknowledged only when it is paid for. To the sender this is a queue in front of a
  *    link of that rate, except that its data has arrived already. Data that goes out waits for none of this.
- *  - The longer that queue, the smaller the window that we offer: what comes in over w seconds at the rate, with
- *    w = (50 ms)^1.5 / sqrt(queue), but two segments at least. n connections with that window make a queue of
- *    50 ms * n^(2/3): 0.23 s for 10, 0.68 s for 50. Flow control holds it there, and nothing has to be lost. The
- *    exponent is what makes it settle: a window that shrank as fast as the queue grew, or faster, would swing.
+ *  - The longer that queue, the smaller the window that we offer (see window.bpf.h).
  *
  * Windows may shrink by this, which a sender has to live with (RFC 9293, 3.8.6).
  */
@@ -19,17 +16,15 @@
 #include "pace.bpf.h"
 #include "packet.bpf.h"
 #include "tenant.bpf.h"
+#include "window.bpf.h"
 
-#define NS_PER_US 1000ULL
-#define US_PER_S 1000000ULL
-#define WINDOW_SCALE 11180340ULL /* 50,000 us to the power of 1.5 */
-#define QUEUE_US_MIN 100 /* even without a queue, no window is of more than 1.1 s: one sender alone cannot overrun it */
 #define LINK_HEADER_BYTES_MAX 64
 
 /* The kernel's. */
 struct tcp_sock {
 	__u32 rcv_wnd; /* what was offered last: by the packet at hand */
 	__u16 advmss;
+	__u32 snd_cwnd_clamp;
 } CORE;
 
 /* True for a TCP segment that carries nothing but an acknowledgement. */
@@ -54,30 +49,16 @@ static __always_inline void write_window(struct __sk_buff *skb, const struct pac
 	bpf_skb_store_bytes(skb, header + __builtin_offsetof(struct tcphdr, window), &window, sizeof(window), 0);
 }
 
-/* Square root, rounded, of a number that is not 0. */
-static __always_inline __u64 root(__u64 number)
-{
-	__u64 guess = 1;
-
-	/* From the power of two above it, Newton's method needs three steps. */
-	for (int bits = 0; bits < 32 && guess * guess < number; bits++)
-		guess *= 2;
-	for (int step = 0; step < 3; step++)
-		guess = (guess + number / guess) / 2;
-	return guess;
-}
-
 /* Has the packet offer no larger a window than the queue allows. */
 static __always_inline void limit_window(struct __sk_buff *skb, const struct packet *packet, __u64 bytes_per_s,
 					 __u64 queue_ns)
 {
 	struct tcp_sock *tcp = skb->sk ? bpf_skc_to_tcp_sock(skb->sk) : 0;
-	__u64 window_us = WINDOW_SCALE / root(queue_ns / NS_PER_US + QUEUE_US_MIN);
 	__u64 window, offered;
 
 	if (!tcp || packet->tcp.syn || packet->tcp.rst)
 		return;
-	window = max(window_us * bytes_per_s / US_PER_S, 2ULL * tcp->advmss);
+	window = window_bytes(bytes_per_s, queue_ns, tcp->advmss);
 	offered = tcp->rcv_wnd;
 	if (offered > window) /* in the units of the header's field, whatever they are on this connection */
 		write_window(skb, packet, htons((__u16)(ntohs(packet->tcp.window) * window / offered)));
@@ -94,7 +75,7 @@ static __always_inline __u64 pace_senders(struct __sk_buff *skb, struct tenant *
 		return 0;
 	if (read_packet(skb, &packet) != READ_IP || packet.protocol != IPPROTO_TCP)
 		return 0;
-	limit_window(skb, &packet, bytes_per_s, paid_ns > now_ns ? paid_ns - now_ns : 0);
+	limit_window(skb, &packet, bytes_per_s, pace_ahead_ns(paid_ns, now_ns));
 	return is_acknowledgement(&packet) ? paid_ns : 0;
 }
 

@@ -55,6 +55,10 @@ class NetworkLimits:
             self._programs.attach_ingress(sockets)
         except KernelError as exc:
             self._off["ingress"] = str(exc)
+        try:
+            self._programs.attach_window(sockets)
+        except KernelError as exc:
+            self._own_notes["egress"] = f"many connections of one tenant fill its queue: {exc}"
 
     def _attach_devices(self, settings: KernelSettings) -> None:
         programs = self._programs.for_devices()
@@ -155,8 +159,7 @@ class NetworkLimits:
     def attachments(self) -> list[str]:
         """Return a line for each thing to which a program of ours is attached."""
         lines = self._devices.attachments() if self._devices is not None else []
-        group = self._programs.ingress_group
-        return [*lines, *([f"{group}: ingress policed by 'ingress_police'"] if group is not None else [])]
+        return [*lines, *self._programs.attachments]
 
     def remove(self) -> list[str]:
         """Take everything away; returns what was removed.

@@ -1,8 +1,8 @@
 """The BPF programs that keep the network limits, with their maps: loaded, attached to our cgroup, or taken over.
 
-What a former run left pinned is taken over: maps with all that was counted and every tenant's index, and the link that
-holds the ingress program, in which the new program takes the old one's place at once. Maps of another layout, left by
-another version, cannot be: they are removed and made anew.
+What a former run left pinned is taken over: maps with all that was counted and every tenant's index, and the links
+that hold programs in our cgroup, in which the new program takes the old one's place at once. Maps of another layout,
+left by another version, cannot be: they are removed and made anew.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from seedance.bpf.abi import ConnectionCounts, TenantLimit, TenantPace, TenantTraffic
-from seedance.bpf.loader import BpfObject, Link, open_link
+from seedance.bpf.loader import BpfObject, Link, Program, open_link
 from seedance.bpf.maps import HashMap, PerCpuArrayMap, PerCpuHashMap
 from seedance.errors import BpfLoadError, KernelError
 from seedance.qos.devices import DevicePrograms
@@ -22,6 +22,7 @@ from seedance.qos.pins import PinFolder
 from seedance.qos.plan import Rates
 
 INGRESS_LINK: Final = "ingress_link"
+WINDOW_LINK: Final = "egress_window_link"
 _MAPS: Final = ("tenant_limits", "tenant_pace", "tenant_traffic")
 
 
@@ -52,9 +53,9 @@ class TenantPrograms:
             self._egress.map("tenant_traffic"), ctypes.c_uint32, TenantTraffic
         )
         self._ingress: BpfObject | None = None
-        self._link: Link | None = None
-        self.ingress_group: Path | None = None
-        """The cgroup to which the ingress program is attached."""
+        self._links: list[Link] = []
+        self.attachments: list[str] = []
+        """A line for each program that is attached to a cgroup."""
 
     def for_devices(self) -> DevicePrograms:
         """Return the egress programs; they stay loaded while this object or a filter holds them."""
@@ -65,27 +66,35 @@ class TenantPrograms:
     def attach_ingress(self, group: Path) -> None:
         """Load the ingress program and attach it to a cgroup, in place of a former run's. Raises KernelError."""
         self._ingress = BpfObject("ingress", pins=self._pins.path)
-        program = self._ingress.program("ingress_police")
-        pin = self._pins.path / INGRESS_LINK
+        self._attach(self._ingress.program("ingress_police"), group, INGRESS_LINK)
+        self.attachments.append(f"{group}: ingress policed by 'ingress_police'")
+
+    def attach_window(self, group: Path) -> None:
+        """Attach the program that bounds congestion windows to a cgroup, likewise. Raises KernelError."""
+        self._attach(self._egress.program("egress_window"), group, WINDOW_LINK)
+        self.attachments.append(f"{group}: congestion windows bound by 'egress_window'")
+
+    def _attach(self, program: Program, group: Path, name: str) -> None:
+        pin = self._pins.path / name
         if pin.exists():
             link = open_link(pin)
             if link_group(link) == group.stat().st_ino:
                 link.update(program)
-                self._link, self.ingress_group = link, group
+                self._links.append(link)
                 return
             # Its group is gone, or not ours any more.
             link.close()
-            self._pins.unpin(INGRESS_LINK)
+            self._pins.unpin(name)
         try:
             descriptor = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as exc:
             raise KernelError(f"open the group '{group}'", exc.errno or errno.EIO) from exc
         try:
-            self._link = program.attach_cgroup(descriptor)
+            link = program.attach_cgroup(descriptor)
         finally:
             os.close(descriptor)
-        self._link.pin(pin)
-        self.ingress_group = group
+        self._links.append(link)
+        link.pin(pin)
 
     def read_rates(self) -> dict[int, Rates]:
         """Return every tenant's row. Raises KernelError."""
@@ -120,9 +129,8 @@ class TenantPrograms:
 
     def close(self) -> None:
         """Let go of everything; what is pinned or attached to a device stays in force."""
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        while self._links:
+            self._links.pop().close()
         for loaded in (self._ingress, self._egress):
             if loaded is not None:
                 loaded.close()

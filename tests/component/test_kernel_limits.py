@@ -235,7 +235,7 @@ def test_devices_come_and_go(namespace: Namespace, settings: KernelSettings) -> 
     with limits(namespace, settings) as kernel:
         monitor = kernel.monitor
         assert monitor is not None
-        assert [line.partition(":")[0] for line in kernel.attachments()] == [str(top()), "lo", str(top())]
+        assert [line.partition(":")[0] for line in kernel.attachments()] == [str(top()), "lo", str(top()), str(top())]
         changed(monitor)
         assert not select.select([monitor], [], [], 0)[0]
 
@@ -425,7 +425,14 @@ def test_remove_cleans_up_after_a_kill(namespace: Namespace, settings: KernelSet
     with another_daemon(namespace, settings, quota("slow", egress=RATE)) as process:
         ready(process)
     removed = "\n".join(remove(namespace, settings))
-    for line in (f"filter '{NAME}_egress' of lo", "of v0", "tenant_limits", "ingress_link", f"{top()}/tenants/slow"):
+    for line in (
+        f"filter '{NAME}_egress' of lo",
+        "of v0",
+        "tenant_limits",
+        "ingress_link",
+        "egress_window_link",
+        f"{top()}/tenants/slow",
+    ):
         assert line in removed
     assert "clsact" not in namespace.run("tc", "qdisc", "show")
     assert remove(namespace, settings) == []

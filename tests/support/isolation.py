@@ -16,40 +16,62 @@ from typing import Any, Final
 
 import msgspec
 from support.live import percentile
-from support.system_service import CGROUP, PORT, Service, wait_until
+from support.system_service import CGROUP, PINS, PORT, Service, command, wait_until
 from support.tenant_load import MODEL, READY, Outcome
 from support.wire import Clients
 
+from seedance.bpf.abi import MARK_BASE
 from seedance.daemon import control
 from seedance.daemon.control import StatusReport, TenantStatus
+from seedance.qos.usage import TenantUsage
 
 CONTROL: Final = "/run/seedance/control.sock"
 SECONDS: Final = 20.0
 """How long a limit is watched."""
 
 TABLES: Final[dict[str, dict[str, Any]]] = {
-    # Every event of an answer names the model: so each is of a size that fills a network without much work.
     "engine": {"kind": "synthetic", "name": MODEL},
-    "engine.synthetic": {"tokens_per_s": 10},
-    # A tenant that offers more than its rate lets through piles it up for that long.
-    "worker": {"max_backlog": "4MiB"},
+    "engine.synthetic": {"tokens_per_s": 20},
+    # So little is kept for a connection that no answers are made in heaps: meanwhile its socket would run dry.
+    "worker": {"max_backlog": "64KiB"},
 }
 """Of the configuration: a pace that an emulated machine can keep."""
 
 CPU_CORES: Final = 0.5
-EGRESS_BYTES_PER_S: Final = 1_000_000
-INGRESS_BYTES_PER_S: Final = 500_000
+EGRESS_BYTES_PER_S: Final = 1_000_000  # 8 Mbit/s
+INGRESS_BYTES_PER_S: Final = 500_000  # 4 Mbit/s
 MEMORY: Final = "96MiB"
 STREAMS: Final = "[tokens]\nstreams = 512\n"
-CPU_LIMIT: Final = f'[cpu]\nmax = "50%"\n{STREAMS}'
 NETWORK_LIMIT: Final = f'[network]\negress = "8Mbit"\ningress = "4Mbit"\n{STREAMS}'
 MEMORY_LIMIT: Final = f'[memory]\nmax = "{MEMORY}"\n{STREAMS}'
 NONE: Final = STREAMS
 
-TEXTS: Final = 50
-"""Texts at once that need more than the egress rate: an event has 2 kB (MODEL)."""
 
-_FILLED_S: Final = 3
+@dataclasses.dataclass(frozen=True)
+class Enforced:
+    """A tenant's limits: microseconds of processor time in 100 ms, bytes a second."""
+
+    cpu_us: int
+    egress_bytes_per_s: int
+
+
+ACME: Final = Enforced(50_000, EGRESS_BYTES_PER_S)
+
+
+def limits(cpu: str, egress: str) -> str:
+    """Return a quota file's limits."""
+    return f'[cpu]\nmax = "{cpu}"\n[network]\negress = "{egress}"\n{STREAMS}'
+
+
+QUOTAS: Final = {"acme": limits("50%", "8Mbit"), "bolt": NETWORK_LIMIT, "crux": NONE, "dune": MEMORY_LIMIT}
+
+HORIZON_S: Final = 2.0
+"""What is to leave later than that is dropped (egress.bpf.c)."""
+
+MANY: Final = 50
+"""Connections of a tenant that has many."""
+
+_FILLED_S: Final = 4
 _IN_BACKGROUND: Final = ("chrt", "--idle", "0")
 _AT_ONCE: Final = ("chrt", "--fifo", "1")
 
@@ -66,6 +88,13 @@ def tenant_status(name: str) -> TenantStatus:
     return next(tenant for tenant in status().tenants if tenant.quota.tenant == name)
 
 
+def tenant_usage(name: str) -> TenantUsage:
+    """Return what the kernel has counted for one tenant."""
+    found = tenant_status(name).usage
+    assert found is not None
+    return found
+
+
 def cpu_stat(tenant: str) -> dict[str, int]:
     """Return the cgroup's cpu.stat."""
     lines = (CGROUP / "tenants" / tenant / "cpu.stat").read_text().splitlines()
@@ -78,6 +107,20 @@ def rate(count: Callable[[], float], seconds: float = SECONDS) -> float:
     time.sleep(seconds)
     ended, last = time.monotonic(), count()
     return (last - first) / (ended - began)
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[Service]:
+    """Have the service run with four tenants: limits for acme's processor time, bolt's network, dune's memory."""
+    found = Service()
+    found.configure(TABLES)
+    try:
+        for name, quota in QUOTAS.items():
+            found.add_tenant(name, quota)
+        found.start()
+        yield found
+    finally:
+        found.remove()
 
 
 # --- load ----------------------------------------------------------------------------------------------------------
@@ -103,14 +146,12 @@ class Running:
 
 
 @contextlib.contextmanager
-def load(
-    clients: Clients, kind: str, key: str, connections: int, texts: int = 1, *, is_watcher: bool = False
-) -> Iterator[Running]:
+def load(clients: Clients, kind: str, key: str, connections: int, *, is_watcher: bool = False) -> Iterator[Running]:
     """Run clients of a tenant (see `tenant_load`) until the end of the block.
 
     They have a machine of their own in reality: here they run when nothing else does, and a watcher before all else.
     """
-    words = (kind, f"{clients.server}:{PORT}", key, str(connections), str(texts))
+    words = (kind, f"{clients.server}:{PORT}", key, str(connections))
     with clients.namespace:
         process = subprocess.Popen(
             [*(_AT_ONCE if is_watcher else _IN_BACKGROUND), sys.executable, "-m", "support.tenant_load", *words],
@@ -134,7 +175,7 @@ def load(
 
 def busy_cpu(clients: Clients, tenant: str, key: str, seconds: float = SECONDS) -> tuple[float, int]:
     """Return the cores that a tenant uses which has more to do than it may, and how often it was throttled."""
-    with load(clients, "prompts", key, 3), load(clients, "bodies", key, 3):
+    with load(clients, "prompts", key, 3), load(clients, "huge", key, 3):
         before = cpu_stat(tenant)["nr_throttled"]
         wait_until(lambda: cpu_stat(tenant)["nr_throttled"] > before + 20, "the tenant is throttled")
         before = cpu_stat(tenant)["nr_throttled"]
@@ -142,20 +183,78 @@ def busy_cpu(clients: Clients, tenant: str, key: str, seconds: float = SECONDS) 
         return cores, cpu_stat(tenant)["nr_throttled"] - before
 
 
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """What the clients' device carried in one direction, and what the kernel dropped of it meanwhile."""
+
+    bytes_per_s: float
+    dropped_packets: int
+
+
 def wire_rate(
-    clients: Clients, key: str, direction: str, connections: int, seconds: float = SECONDS
-) -> tuple[float, Outcome]:
-    """Return the bytes a second on the clients' device while a tenant's clients take, or send, what they can."""
-    kind, texts, count, limit = (
-        ("answers", -(-TEXTS // connections), clients.received_bytes, EGRESS_BYTES_PER_S)
-        if direction == "egress"
-        else ("bodies", 1, clients.sent_bytes, INGRESS_BYTES_PER_S)
-    )
-    with load(clients, kind, key, connections, texts) as running:
-        first = count()
-        wait_until(lambda: count() > first + _FILLED_S * limit, f"{direction} is filled")
-        found = rate(count, seconds)
-    return found, running.outcome
+    clients: Clients, tenant: str, key: str, direction: str, connections: int, seconds: float = SECONDS
+) -> Carried:
+    """Return what is on the clients' device while a tenant's clients take, or send, what they can."""
+    kind, count = ("answers", clients.received_bytes) if direction == "egress" else ("bodies", clients.sent_bytes)
+    limit = getattr(tenant_status(tenant).quota.network, f"{direction}_bytes_per_s")
+
+    def counted(what: str) -> int:
+        found: int = getattr(tenant_usage(tenant), f"{direction}_{what}")
+        return found
+
+    dropped = counted("dropped_packets")
+    with load(clients, kind, key, connections):
+        # What a client sends before it is known whose it is, a window of each connection, counts for nobody.
+        first = counted("bytes")
+        wait_until(lambda: counted("bytes") > first + _FILLED_S * limit, f"{direction} is filled")
+        bytes_per_s = rate(count, seconds)
+        return Carried(bytes_per_s, counted("dropped_packets") - dropped)
+
+
+# --- a change ------------------------------------------------------------------------------------------------------
+
+
+def in_cgroup(tenant: str) -> int:
+    """Return the processor time of a period that the cgroup has."""
+    return int((CGROUP / "tenants" / tenant / "cpu.max").read_text().split()[0])
+
+
+def in_map(tenant: str) -> int:
+    """Return the egress rate in the map that the programs read, as bpftool tells it."""
+    index = tenant_status(tenant).mark - MARK_BASE
+    entries = json.loads(command("bpftool", "--json", "map", "dump", "pinned", str(PINS / "tenant_limits")))
+    [value] = [entry["formatted"]["value"] for entry in entries if entry["formatted"]["key"] == index]
+    return int(value["egress_bytes_per_s"])
+
+
+def in_status(tenant: str) -> Enforced:
+    """Return what the daemon says, which is what `seedancectl tenant show` prints."""
+    quota = tenant_status(tenant).quota
+    return Enforced(round((quota.cpu.max_cores or 0) * 100_000), quota.network.egress_bytes_per_s or 0)
+
+
+def enforced(tenant: str) -> tuple[int, int, Enforced]:
+    """Return a tenant's limits as each place has them."""
+    return in_cgroup(tenant), in_map(tenant), in_status(tenant)
+
+
+def wait_enforced(tenant: str, wanted: Enforced) -> dict[str, float]:
+    """Wait until every place has a tenant's new limits; return by place when it was seen there (monotonic)."""
+    places: dict[str, Callable[[], bool]] = {
+        "cpu.max": lambda: in_cgroup(tenant) == wanted.cpu_us,
+        "map": lambda: in_map(tenant) == wanted.egress_bytes_per_s,
+        "status": lambda: in_status(tenant) == wanted,
+    }
+    seen: dict[str, float] = {}
+
+    def look() -> bool:
+        for place in places.keys() - seen.keys():
+            if places[place]():
+                seen[place] = time.monotonic()
+        return len(seen) == len(places)
+
+    wait_until(look, f"{tenant} has {wanted}")
+    return seen
 
 
 # --- the neighbour -------------------------------------------------------------------------------------------------
@@ -220,9 +319,9 @@ def everything(clients: Clients, service: Service) -> Iterator[None]:
     """Have acme at its processor limit, and bolt at both of its network limits, by 50 connections each way."""
     with (
         load(clients, "prompts", service.keys["acme"], 3),
-        load(clients, "bodies", service.keys["acme"], 3),
-        load(clients, "answers", service.keys["bolt"], TEXTS),
-        load(clients, "bodies", service.keys["bolt"], TEXTS),
+        load(clients, "huge", service.keys["acme"], 3),
+        load(clients, "answers", service.keys["bolt"], MANY),
+        load(clients, "bodies", service.keys["bolt"], MANY),
     ):
         before = cpu_stat("acme")["nr_throttled"]
         wait_until(lambda: cpu_stat("acme")["nr_throttled"] > before + 20, "acme is throttled")

@@ -1,20 +1,22 @@
 """Clients of one tenant as a process of their own: many connections, one thread, no work but what they send and read.
 
-    python -m support.tenant_load KIND ADDRESS KEY CONNECTIONS [TEXTS]
+    python -m support.tenant_load KIND ADDRESS KEY CONNECTIONS
 
 KIND is what each connection does, again and again, until SIGTERM ends the process:
 
-    answers   ask for TEXTS texts at once, streamed, and read them
-    prompts   ask for one token after a prompt of 32 kB, without waiting for answers
-    bodies    send a body of 1 MB that names an unknown model, without waiting for answers
+    answers   ask for an answer of 16 kB that costs the server little (MODEL), without waiting for the one before
+    prompts   ask for one token after a prompt of 32 kB, likewise
+    bodies    send a body of 100 kB that is no JSON, likewise
+    huge      send a body of 4 MB that is no JSON, likewise
     hoard     send a body of 7 MB but for its last byte, and wait
-    tokens    ask for a long text and take down when each event arrives, as the kernel saw it
+    tokens    ask for a long text over a WebSocket and take down when each message arrives, as the kernel saw it
 
 It prints READY once all connections are open, and a JSON object at the end (Outcome).
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import re
@@ -32,14 +34,16 @@ import msgspec
 from support.raw_http import request
 
 READY: Final = "ready"
-MODEL: Final = "synthetic-" + 1850 * "x"
-COMPLETIONS: Final = "/v1/completions"
+MODEL: Final = "synthetic-" + 16_000 * "x"
+"""What the engine's model is to be called: who asks which models there are gets a big answer for little work."""
+
 LONG_TOKENS: Final = 30_000
 
 _READ_BYTES: Final = 1 << 18
 _STATUS: Final = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 _STATUS_BYTES: Final = len(b"HTTP/1.1 200 ")
 _SO_TIMESTAMPNS: Final = 35
+_TEXT: Final = 0x81  # a whole text message
 _TIMESPEC: Final = struct.Struct("qq")
 _PAUSE_S: Final = 0.2
 
@@ -48,7 +52,7 @@ class Outcome(msgspec.Struct):
     """What a load saw.
 
     `statuses` counts the answers by HTTP status, `ended` the connections that the server ended: "closed" or an errno's
-    text. `arrivals` has, by connection, when each event of its stream arrived (seconds of CLOCK_REALTIME).
+    text. `arrivals` has, by connection, when each message of its stream arrived (seconds of CLOCK_REALTIME).
     """
 
     received_bytes: int = 0
@@ -109,7 +113,7 @@ class Client:
             self._load.statuses[status.decode()] += 1
         self._tail = seen[-_STATUS_BYTES + 1 :]
         for _level, kind, stamp in ancillary:
-            if kind == _SO_TIMESTAMPNS:
+            if kind == _SO_TIMESTAMPNS and data[0] == _TEXT:
                 seconds, nanoseconds = _TIMESPEC.unpack(stamp)
                 self.arrivals.append(seconds + nanoseconds / 1e9)
 
@@ -155,34 +159,41 @@ class Load:
                 self.reopen_at.append((now + _PAUSE_S, client))
 
 
-def content(kind: str, key: str, number: int, texts: int) -> bytes:
+def content(kind: str, key: str, number: int) -> bytes:
     """Return what a connection sends."""
-    body: dict[str, Any] = {"model": MODEL, "prompt": f"Client {number}"}
     if kind == "answers":
-        prompts = [f"Client {number}, text {text}" for text in range(texts)]
-        body |= {"prompt": prompts, "max_tokens": LONG_TOKENS, "stream": True, "ignore_eos": True}
-    elif kind == "prompts":
-        body |= {"prompt": "a big prompt " * 2500, "max_tokens": 1}
-    elif kind == "bodies":
-        body |= {"model": "none", "prompt": "x" * 1_000_000}
-    elif kind == "hoard":
-        body |= {"prompt": "x" * 7_000_000}
-    else:
-        body |= {"max_tokens": LONG_TOKENS, "stream": True, "ignore_eos": True}
-    whole = request("POST", COMPLETIONS, key, body)
+        return request("GET", "/v1/models", key)
+    if kind == "tokens":
+        opened = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+        opened["Sec-WebSocket-Key"] = base64.b64encode(bytes(16)).decode()
+        body = {"model": MODEL, "prompt": f"Client {number}", "max_tokens": LONG_TOKENS, "ignore_eos": True}
+        return request("GET", "/v2/infer", key, fields=opened) + text_message(json.dumps(body).encode())
+    bodies: dict[str, Any] = {
+        "prompts": {"model": MODEL, "prompt": "a big prompt " * 2500, "max_tokens": 1},
+        "bodies": b"x" * 100_000,
+        "huge": b"x" * 4_000_000,
+        "hoard": {"model": MODEL, "prompt": "x" * 7_000_000},
+    }
+    whole = request("POST", "/v1/completions", key, bodies[kind])
     return whole[:-1] if kind == "hoard" else whole
+
+
+def text_message(text: bytes) -> bytes:
+    """Return a WebSocket message of a client's (RFC 6455, 5.2), of at least 126 bytes, masked with zeros."""
+    short = len(text) < 1 << 16
+    head = struct.pack("!BBH" if short else "!BBQ", _TEXT, 0x80 | (126 if short else 127), len(text))
+    return head + bytes(4) + text
 
 
 def main() -> None:
     """Run a load until SIGTERM."""
-    kind, address, key, connections, *rest = sys.argv[1:]
-    texts = int(rest[0]) if rest else 1
+    kind, address, key, connections = sys.argv[1:]
     ending: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: ending.append(number))
     load = Load(address)
     for number in range(int(connections)):
-        sent = content(kind, key, number, texts)
-        load.clients.append(Client(load, sent, repeats=kind in ("prompts", "bodies"), stamps=kind == "tokens"))
+        repeats = kind in ("answers", "prompts", "bodies", "huge")
+        load.clients.append(Client(load, content(kind, key, number), repeats=repeats, stamps=kind == "tokens"))
     print(READY, flush=True)
     outcome = load.run(lambda: bool(ending))
     print(json.dumps(msgspec.to_builtins(outcome)), flush=True)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import fcntl
+import socket
+import struct
 from collections.abc import Iterator
 from typing import Final
 
@@ -13,6 +17,8 @@ from support.system_service import command
 _SERVER: Final = "10.77.0.1"
 _CLIENT: Final = "10.77.0.2"
 _RECEIVED, _SENT = 0, 8  # columns of /proc/net/dev
+_SIOCETHTOOL: Final = 0x8946
+_ETHTOOL_STSO: Final = 0x1F
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,14 +48,19 @@ class Clients:
 
 @contextlib.contextmanager
 def joined() -> Iterator[Clients]:
-    """Have clients behind a veth pair, which carries segments one by one, as a cable would, and counts each header."""
+    """Have clients behind a veth pair.
+
+    As on a card that leaves segmenting to the kernel, each segment crosses it by itself, its headers counted.
+    """
     found = Clients(Namespace())
     try:
         command(
-            *("ip", "link", "add", found.server_device, "gso_max_segs", "1", "type", "veth"),
-            *("peer", "name", found.client_device, "netns", found.namespace.path),
+            *("ip", "link", "add", found.server_device, "type", "veth", "peer", "name", found.client_device),
+            *("netns", found.namespace.path),
         )
-        found.namespace.run("ip", "link", "set", found.client_device, "gso_max_segs", "1")
+        _leave_segmenting(found.server_device)
+        with found.namespace:
+            _leave_segmenting(found.client_device)
         command("ip", "address", "add", f"{found.server}/24", "dev", found.server_device)
         command("ip", "link", "set", found.server_device, "up")
         found.namespace.run("ip", "address", "add", f"{found.client}/24", "dev", found.client_device)
@@ -58,3 +69,10 @@ def joined() -> Iterator[Clients]:
     finally:
         command("ip", "link", "delete", found.server_device, check=False)
         found.namespace.close()
+
+
+def _leave_segmenting(device: str) -> None:
+    """Switch a device's TCP segmentation off (ethtool -K DEVICE tso off)."""
+    value = ctypes.create_string_buffer(struct.pack("II", _ETHTOOL_STSO, 0))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        fcntl.ioctl(sock, _SIOCETHTOOL, struct.pack("16sP16x", device.encode(), ctypes.addressof(value)))

@@ -33,7 +33,7 @@ from vm.systemd_guest import BOOT_S, Agent, Ended, Machine
 from vm.systemd_image import LIB, TESTS_SITE, find_image, say
 from vm.systemd_install import GUEST_ROOT, install
 
-BPF_TESTS: Final = ("abi", "observe_abi", "offsets", "loading", "maps", "connections", "egress")
+BPF_TESTS: Final = ("abi", "observe_abi", "offsets", "loading", "maps", "connections", "egress", "window")
 """What depends on the kernel alone; those that measure are for a machine that is not emulated."""
 
 DEFAULT_TESTS: Final = ("tests/vm/systemd", *(f"tests/bpf/test_{name}.py" for name in BPF_TESTS))

@@ -1,0 +1,107 @@
+"""How exactly the kernel's limits hold, and what a tenant at its limits does to its neighbour.
+
+    python -m bench.isolation [--seconds 20] [--pairs 5]
+
+It takes a machine with systemd, cgroup v2 with its controllers and fq, so it runs in the guest of the VM tests.
+Progress goes to standard error, raw samples into the build folder, and the last line of standard output is one JSON
+object; `README.md` in this folder explains its keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from support import isolation
+from vm.run import BUILD, Unavailable
+from vm.systemd_guest import BOOT_S, Ended, Machine
+from vm.systemd_image import LIB, TESTS_SITE, find_image
+from vm.systemd_install import GUEST_ROOT, install
+
+from bench.isolation_guest import Samples
+from bench.report import machine, print_result, rounded, save, say, spread
+
+SET: Final[dict[str, float]] = {
+    "cpu_cores": isolation.CPU_CORES,
+    "egress_bytes_per_s": isolation.EGRESS_BYTES_PER_S,
+    "ingress_bytes_per_s": isolation.INGRESS_BYTES_PER_S,
+}
+
+
+def measured_in_guest(seconds: float, pairs: int) -> Samples:
+    """Start a guest, install this checkout, and measure there."""
+    guest = Machine(BUILD / "bench-isolation")
+    image = find_image()
+    guest.start(image)
+    try:
+        with guest.agent(BOOT_S) as agent:
+            say("installing")
+            install(agent, guest.folder)
+            output = io.BytesIO()
+            status = agent.run(
+                [f"{LIB}/bin/python", "-m", "bench.isolation_guest", str(seconds), str(pairs)],
+                stdout=output,
+                stderr=sys.stderr.buffer,
+                cwd=GUEST_ROOT,
+                environment={"PYTHONPATH": f"{TESTS_SITE}:{GUEST_ROOT}:{GUEST_ROOT}/tests"},
+            )
+            if status:
+                raise Ended(f"measuring failed with status {status}")
+            return msgspec.json.decode(output.getvalue(), type=Samples)
+    finally:
+        guest.stop()
+
+
+def farthest(by_connections: Mapping[int, float], limit: float) -> float:
+    """Return the rate that is farthest from the limit."""
+    return max(by_connections.values(), key=lambda rate: abs(rate - limit))
+
+
+def result(samples: Samples) -> dict[str, Any]:
+    """Return what is printed."""
+    measured = {"cpu_cores": samples.cpu_cores}
+    for name, by_connections in samples.wire.items():
+        measured[f"{name}_bytes_per_s"] = farthest(by_connections, SET[f"{name}_bytes_per_s"])
+    losses = [loaded / quiet - 1 for quiet, loaded in zip(samples.quiet_p99_s, samples.loaded_p99_s, strict=True)]
+    loss = spread(losses)
+    return {
+        "bench": "isolation",
+        "set": SET,
+        "measured": {name: rounded(value) for name, value in measured.items()},
+        "error": {name.partition("_")[0]: rounded(measured[name] / limit - 1) for name, limit in SET.items()},
+        "by_connections": {
+            name: {str(number): rounded(rate) for number, rate in by_connections.items()}
+            for name, by_connections in samples.wire.items()
+        },
+        "dropped_packets": samples.dropped_packets,
+        "cpu_throttled": samples.cpu_throttled,
+        "neighbour_p99_loss": rounded(loss.median),
+        "neighbour_p99_loss_quartiles": [rounded(loss.low), rounded(loss.high)],
+        "neighbour_p99_ms": rounded(1e3 * spread(samples.quiet_p99_s).median),
+        "machine": machine(),
+    }
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=isolation.SECONDS)
+    parser.add_argument("--pairs", type=int, default=5)
+    options = parser.parse_args()
+    try:
+        samples = measured_in_guest(options.seconds, options.pairs)
+    except (Unavailable, Ended) as exc:
+        print(f"cannot measure isolation: {exc}", file=sys.stderr)
+        return 1
+    save(Path("build/bench/isolation.json"), samples)
+    print_result(result(samples))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
