@@ -28,6 +28,16 @@ bench-frontend: ## CPU time per token beside vLLM's own server; last line JSON: 
 	@$(MAKE) bench-programs >&2
 	@$(BENCH_ENV) $(PY) -m bench.frontend $(BENCH_ARGS)
 
+.PHONY: bench-scheduler
+bench-scheduler: ## Shares kept, and throughput beside vLLM's own scheduler; last line JSON: BENCH_ARGS="--seconds 60"
+	@$(SETUP) base bench engine
+	@$(BENCH_ENV) $(PY) -m bench.scheduler $(BENCH_ARGS)
+
+.PHONY: bench-neighbour
+bench-neighbour: ## A flood of long prompts beside short requests; last line JSON: BENCH_ARGS="--seconds 60"
+	@$(SETUP) base bench engine
+	@$(BENCH_ENV) $(PY) -m bench.neighbour $(BENCH_ARGS)
+
 .PHONY: bench-isolation
 bench-isolation: bpf ## How exactly the kernel's limits hold, in a guest; last line JSON: BENCH_ARGS="--seconds 20 --pairs 3"
 	@$(SETUP) base bench vm

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 from seedance.daemon import openai_door
 from seedance.daemon.doors import openai_response
 from seedance.daemon.doors.errors import ApiError
+from seedance.daemon.infer_door import PAUSE_PART
 from seedance.daemon.keys import hash_key, key_of
 from seedance.daemon.openai_door import error_response
 from seedance.daemon.protocol import sse
@@ -101,6 +102,8 @@ class HttpConnection:
 
     def backlog_drained(self) -> None:
         self._behind = False
+        if self._answer is not None:
+            self._owner.service.engine.set_paused(self._answer.streams, False)
         self.pump()
 
     def connection_lost(self, error: OSError | None) -> None:
@@ -236,6 +239,8 @@ class HttpConnection:
             _log.info("a client of %s reads too slowly; its stream is ended", self.peer or self.listener)
             self._cancel()
             self.flow.abort()
+        elif waiting_bytes > self._owner.max_backlog_bytes // PAUSE_PART and self._answer is not None:
+            self._owner.service.engine.set_paused(self._answer.streams, True)
 
     def end_stream(self) -> None:
         self._answer = None
@@ -243,5 +248,6 @@ class HttpConnection:
         self.pump()
 
     def ping(self) -> None:
-        """Show a sign of life on a streamed answer."""
-        self.write(_PING)
+        """Show a sign of life on a streamed answer, unless the client has something to take already."""
+        if not self.flow.backlog_bytes:
+            self.write(_PING)

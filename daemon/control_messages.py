@@ -8,6 +8,7 @@ from seedance.daemon.network import ListenerStatus
 from seedance.daemon.ring.driver import DriverStatistics
 from seedance.engine.adapter import EngineStatistics
 from seedance.engine.request import ModelInfo
+from seedance.engine.scheduling import TenantStatistics
 from seedance.qos.limiter import LimiterStatistics
 from seedance.qos.quota import Quota
 from seedance.qos.usage import TenantUsage
@@ -61,7 +62,7 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     `io` counts what the worker's driver does; None without a worker that has answered. `usage` is what the kernel has
     counted, None where it counts nothing; `enforced` is what it enforces now, read back from it: its files' and maps'
-    values by their names.
+    values by their names. `engine` is what its scheduler has counted since the engine's start, None before anything.
     """
 
     quota: Quota
@@ -73,6 +74,7 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     io: DriverStatistics | None = None
     usage: TenantUsage | None = None
     enforced: dict[str, str] = {}
+    engine: TenantStatistics | None = None
 
 
 class BadFile(msgspec.Struct, frozen=True, kw_only=True):

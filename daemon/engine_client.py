@@ -14,12 +14,24 @@ from typing import Final
 from seedance.daemon.decoder_table import Entry
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.ring.driver import Driver, Flow
+from seedance.daemon.start_queue import StartQueue
 from seedance.daemon.stream import Stream
 from seedance.engine.adapter import EngineState
-from seedance.engine.channel import Abort, Batch, Delta, EngineChanged, Receiver, Submit, ToWorker, encode
+from seedance.engine.channel import (
+    Abort,
+    Batch,
+    Delta,
+    EngineChanged,
+    Receiver,
+    SetPaused,
+    Submit,
+    ToWorker,
+    encode,
+    pack_singles,
+)
 from seedance.engine.request import FinishReason, Sampling
 from seedance.errors import RemoteProtocolError
-from seedance.qos.limiter import TenantLimiter
+from seedance.qos.limiter import Refusal, TenantLimiter
 
 _log = logging.getLogger(__name__)
 _GONE: Final = ApiError(
@@ -48,6 +60,8 @@ class EngineClient:
         self._engine_changed = engine_changed
         self._streams: dict[int, Stream] = {}
         self._number = 0
+        self._unstarted: dict[int, Stream] = {}
+        self._queue = StartQueue()
         self._plain_frame = plain_frame
         self._texts: Sequence[Entry] = ()
         # Of the streams with a bypass: descriptors of those that are plain now, by number; streams and how many tokens
@@ -76,11 +90,16 @@ class EngineClient:
         self._receiver = Receiver(ToWorker)
         self._flow = self._driver.open(fd, self)
 
+    def queue_refusal(self, limit: int | None) -> Refusal | None:
+        """Say why no request is taken while so many wait for their first token, from the moment they were admitted."""
+        waiting = self._limiter.statistics().streams - (len(self._streams) - len(self._unstarted))
+        return self._queue.refusal(waiting, limit, self._clock())
+
     def submit(self, stream: Stream, prompt_token_ids: list[int], sampling: Sampling) -> None:
         """Begin a stream, which has its place in the limiter already; its prompt has been charged."""
         self._number = (self._number + 1) % 2**32
         stream.number = self._number
-        self._streams[stream.number] = stream
+        self._streams[stream.number] = self._unstarted[stream.number] = stream
         self._send(Submit(stream.number, prompt_token_ids, sampling))
 
     def bypass(self, stream: Stream, fd: int, fell_behind: Callable[[int], None]) -> None:
@@ -109,6 +128,16 @@ class EngineClient:
         if numbers:
             self._send(Abort(numbers))
 
+    def set_paused(self, streams: Iterable[Stream], is_paused: bool) -> None:
+        """Have the engine leave streams out of its steps, as their clients take nothing; or take them in again."""
+        numbers = []
+        for stream in streams:
+            if stream.is_paused != is_paused and self._streams.get(stream.number) is stream:
+                stream.is_paused = is_paused
+                numbers.append(stream.number)
+        if numbers:
+            self._send(SetPaused(numbers, is_paused))
+
     def end_all(self, error: ApiError) -> None:
         """End every stream with an error."""
         self._send(Abort(list(self._streams)))
@@ -119,13 +148,14 @@ class EngineClient:
         if self._flow is not None:
             self._flow.abort()
 
-    def _send(self, message: Submit | Abort) -> None:
+    def _send(self, message: Submit | Abort | SetPaused) -> None:
         if self._flow is not None:
             self._flow.send(encode(message))
 
     def _remove(self, stream: Stream) -> bool:
         if self._streams.pop(stream.number, None) is None:
             return False
+        self._unstarted.pop(stream.number, None)
         fd = stream.bypass_fd
         if fd >= 0:
             self._fds.pop(stream.number, None)
@@ -147,7 +177,9 @@ class EngineClient:
             return
         for message in messages:
             if isinstance(message, Batch):
-                self._step_completed(message)
+                batch = self._within_quota(message)
+                self._note_starts(batch)
+                self._step_completed(batch)
             elif isinstance(message, EngineChanged):
                 if message.state == EngineState.DEAD:
                     self.end_all(_GONE)  # what was submitted before this was read may have reached the next engine
@@ -216,6 +248,39 @@ class EngineClient:
             self._advance(stream, delta)
         if tokens and not self._limiter.charge(self._clock(), tokens):
             self._quota_exceeded()
+
+    def _note_starts(self, batch: Batch) -> None:
+        if not self._unstarted:
+            return
+        touched = {number for number, _ in batch.pairs()} | {delta.stream for delta in batch.deltas}
+        started = touched & self._unstarted.keys()
+        for number in started:
+            del self._unstarted[number]
+        if started:
+            self._queue.started(len(started), self._clock())
+
+    def _within_quota(self, batch: Batch) -> Batch:
+        """Return a batch without what the quota has no room for."""
+        remaining = self._limiter.remaining(self._clock())
+        if remaining is None or remaining >= len(batch.singles) // 8 + sum(len(d.token_ids) for d in batch.deltas):
+            return batch
+        return self._first_tokens(batch, remaining)
+
+    def _first_tokens(self, batch: Batch, count: int) -> Batch:
+        """Return a batch cut to so many tokens of streams that live, all that the quota has left for them."""
+        singles: list[int] = []
+        for number, token_id in batch.pairs():
+            if number in self._streams and count > 0:
+                count -= 1
+                singles += (number, token_id)
+        for delta in batch.deltas:
+            if delta.stream in self._streams:
+                if len(delta.token_ids) > count:
+                    del delta.token_ids[count:]
+                    delta.finish_reason = None
+                    delta.logprobs = delta.logprobs and delta.logprobs[:count]
+                count -= len(delta.token_ids)
+        return Batch(batch.deltas, pack_singles(singles))
 
     def _send_past_sinks(self, fds: list[int], frames: list[bytes]) -> None:
         for fd, waiting_bytes in self._driver.send_each(fds, frames):

@@ -30,6 +30,8 @@ _json = msgspec.json.Encoder().encode
 
 MAX_STREAMS: Final = 256
 """Streams at once on one connection, whatever the tenant's own limit."""
+PAUSE_PART: Final = 4
+"""When such a part of the backlog that a client may have waits for it, the engine leaves its streams out."""
 MISSED_TICKS: Final = 6
 """There are two ticks to a ping interval: who says nothing at all for three intervals is gone."""
 
@@ -72,7 +74,7 @@ class WebSocketConnection:
         self.flow.close()
 
     def backlog_drained(self) -> None:
-        pass
+        self.set_paused(False)
 
     def connection_lost(self, error: OSError | None) -> None:
         self.cancel_all()
@@ -90,6 +92,9 @@ class WebSocketConnection:
     def cancel_all(self) -> None:
         """End whatever the connection has running."""
 
+    def set_paused(self, is_paused: bool) -> None:
+        """Have the engine leave what the connection has running out of its steps, or take it in again."""
+
     def close(self, code: int, reason: str) -> None:
         """Begin the closing handshake; what is running is cancelled."""
         self.cancel_all()
@@ -105,7 +110,7 @@ class WebSocketConnection:
             self.flow.abort()
             return
         self._missed += 1
-        if self.web_socket.is_open:
+        if self.web_socket.is_open and not self.flow.backlog_bytes:
             self.web_socket.send_ping()
             self._flush()
 
@@ -116,11 +121,13 @@ class WebSocketConnection:
             self.fell_behind(waiting_bytes)
 
     def fell_behind(self, waiting_bytes: int) -> None:
-        """End the connection, and its streams, once so much waits because the peer reads too slowly."""
+        """Pause the streams while much waits because the peer reads slowly; end the connection if that is no help."""
         if waiting_bytes > self._owner.max_backlog_bytes:
             _log.info("a WebSocket client reads too slowly; its streams are ended")
             self.cancel_all()
             self.flow.abort()
+        elif waiting_bytes > self._owner.max_backlog_bytes // PAUSE_PART:
+            self.set_paused(True)
 
     def _event(self, event: Event) -> None:
         if isinstance(event, TextReceived | BinaryReceived):
@@ -211,6 +218,10 @@ class InferConnection(WebSocketConnection):
         answers, self._answers = self._answers, None
         for answer in (answers or {}).values():
             self._owner.service.cancel(answer)
+
+    def set_paused(self, is_paused: bool) -> None:
+        for answer in (self._answers or {}).values():
+            self._owner.service.engine.set_paused(answer.streams, is_paused)
 
 
 _PLAIN: Final = TextTemplate(*InferStream().around_text())

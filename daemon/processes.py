@@ -19,6 +19,7 @@ import msgspec
 from seedance.daemon import control
 from seedance.daemon.children import Child, Reaper, Survey
 from seedance.daemon.config import Config
+from seedance.daemon.engine_limits import EngineLimits
 from seedance.daemon.links import (
     GATEWAY_ORDERS,
     GATEWAY_REPORTS,
@@ -88,7 +89,7 @@ class Processes:
     """All processes but this one. `changed` is called when the engine or the gateway has changed its state.
 
     `engine` is what the engine host last said; `gateway_report` what the gateway did, with `marks_off` the reason why
-    sockets are not marked, or "".
+    sockets are not marked, or "". `engine_limits` is what the tenants may use of the engine.
     """
 
     def __init__(
@@ -111,6 +112,8 @@ class Processes:
         self._listeners = listeners
         self._tenants = tenants
         self._kernel = kernel
+        self.engine_limits = EngineLimits(tenants.row)
+        self.engine_limits.set_quotas(tenants.quotas)
         self._secret = secret
         self._changed = changed
         self._preloaded_dir: str | None = None
@@ -196,7 +199,8 @@ class Processes:
             self._watchdog.gone(child.name)
 
     def tell_tenants(self) -> None:
-        """Tell the gateway who is a tenant and by which keys."""
+        """Tell the gateway who is a tenant and by which keys, and the engine what each may use of it."""
+        self.engine_limits.set_quotas(self._tenants.quotas)
         for entries, last in self._tenants.pieces():
             self.to_gateway(Tenants(entries, last))
 
@@ -261,7 +265,8 @@ class Processes:
     def tenant_context(self, quota: Quota) -> TenantContext:
         """See `workers.Neighbours`."""
         salt = cache_salt(self._secret, quota.tenant)
-        return TenantContext(name=quota.tenant, scheduling_class=quota.scheduling_class, cache_salt=salt)
+        row = self.engine_limits.row(quota.tenant)
+        return TenantContext(name=quota.tenant, scheduling_class=quota.scheduling_class, cache_salt=salt, row=row)
 
     def worker_settings(self, quota: Quota, limiter: LimiterSnapshot | None) -> WorkerSettings:
         """See `workers.Neighbours`."""
@@ -283,7 +288,8 @@ class Processes:
         run_dir, cache_dir = (
             self._engine_folder(where) for where in (self._config.paths.run, self._config.paths.state)
         )
-        self.to_host(StartEngine(msgspec.structs.replace(self._config.engine, run_dir=run_dir, cache_dir=cache_dir)))
+        settings = msgspec.structs.replace(self._config.engine, run_dir=run_dir, cache_dir=cache_dir)
+        self.to_host(StartEngine(settings), self.engine_limits.ledger.fd)
         self.workers.host_started(self._tenants.quotas)
 
     def _engine_folder(self, folder: str) -> str:

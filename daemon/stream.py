@@ -37,7 +37,8 @@ class Stream:
     A token of `hidden_token_ids` that ends the stream counts, but has no text. `plain` says that a token with a text of
     its own stands for just that text: nothing is held back before it, nothing is looked for in it. `bypass_fd` is the
     descriptor of the flow that takes such a token's frame past the sink (see `EngineClient.bypass`), -1 for none.
-    `output_tokens` lacks the tokens that went this way until the stream has left the engine client.
+    `output_tokens` lacks the tokens that went this way until the stream has left the engine client. `is_paused` says
+    that the engine was told to leave it out.
     """
 
     __slots__ = (
@@ -46,6 +47,7 @@ class Stream:
         "detokenizer",
         "fell_behind",
         "hidden_token_ids",
+        "is_paused",
         "number",
         "output_tokens",
         "plain",
@@ -60,6 +62,7 @@ class Stream:
         self.detokenizer = detokenizer
         self.stop = stop
         self.plain = stop is None and detokenizer.is_plain
+        self.is_paused = False
         self.bypass_fd = -1
         self.fell_behind: Callable[[int], None] = _nobody
         self.output_tokens = 0

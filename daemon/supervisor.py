@@ -35,7 +35,6 @@ from seedance.qos.usage import TenantUsage
 _log = logging.getLogger(__name__)
 
 _DEVICES_S: Final = 0.1
-_GPU_OFF: Final = "checked, but not applied by this version"
 
 
 class Supervisor:
@@ -279,6 +278,7 @@ class Supervisor:
             io=worker.io if worker is not None else None,
             usage=usage.get(quota.tenant),
             enforced=self._kernel.enforced(quota.tenant),
+            engine=self._processes.engine_limits.statistics(quota.tenant),
         )
 
     def _bad_files(self) -> list[control.BadFile]:
@@ -288,7 +288,7 @@ class Supervisor:
         ]
 
     def _limits_off(self) -> dict[str, str]:
-        off = self._kernel.off | {"gpu": _GPU_OFF}
+        off = dict(self._kernel.off)
         if any(quota.group for quota in self._tenants.quotas.values()):
             off["group"] = "every tenant has a worker of its own in this version"
         if self._processes.marks_off:

@@ -13,6 +13,7 @@ from rich.table import Table
 from seedance.daemon.control import StatusReport, TenantStatus
 from seedance.daemon.doctor.judge import Finding
 from seedance.daemon.quantities import exact_duration, exact_rate, exact_size, scaled
+from seedance.engine.scheduling import NOTHING_COUNTED
 from seedance.errors import ConfigError
 from seedance.qos.plan import cpu_list, unenforceable
 from seedance.qos.quota import LIMITS, Quota
@@ -104,8 +105,7 @@ def quota_values(quota: Quota) -> dict[str, str]:
 
 def not_kept(quota: Quota, limits_off: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return the keys of a tenant's limits that nothing keeps here, each with the reason."""
-    gpu = [(key, limits_off["gpu"]) for key in quota_values(quota) if key.startswith("gpu.") and "gpu" in limits_off]
-    return unenforceable(quota, limits_off) + gpu
+    return unenforceable(quota, limits_off)
 
 
 def _written(name: str, value: Any) -> str:
@@ -122,14 +122,20 @@ def _written(name: str, value: Any) -> str:
 
 def usage_values(tenant: TenantStatus) -> list[tuple[str, str]]:
     """Return what a tenant has used since the daemon's start, and what it has now, without what was never counted."""
-    used, usage = tenant.used, tenant.usage or TenantUsage()
+    used, usage, engine = tenant.used, tenant.usage or TenantUsage(), tenant.engine or NOTHING_COUNTED
     prompt_and_output = f"{used.prompt_tokens:,} of prompts, {used.output_tokens:,} of output"
+    queue = f"{engine.queue_s / max(engine.started, 1):.3f} s each, for {engine.started:,} requests"
+    preempted = f"{engine.preemptions:,} times, {engine.recomputed_tokens:,} tokens read again"
     throttled = f"{usage.cpu_throttled:,} times, {usage.cpu_throttled_s:.1f} s"
     entries: list[tuple[str, str, object]] = [
         ("streams now", f"{used.streams:,}", True),
         ("connections now", f"{tenant.connections:,}", True),
         ("requests", f"{used.requests:,}, {used.refused:,} refused", True),
         ("tokens", prompt_and_output, True),
+        ("engine", f"{engine.step_s:.1f} s in its steps, {engine.held_s:.1f} s held back", engine.step_s),
+        ("engine queue", queue, engine.started),
+        ("engine preempted", preempted, engine.preemptions),
+        ("KV blocks now", f"{engine.kv_blocks:,}", engine.kv_blocks),
         ("CPU", f"{usage.cpu_s:.1f} s", usage.cpu_s),
         ("CPU throttled", throttled, usage.cpu_throttled),
         ("CPU waited for", f"{usage.run_queue_s:.3f} s in run queues", usage.run_queue_s),

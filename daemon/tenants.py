@@ -70,6 +70,9 @@ class Limits(Protocol):
     def mark(self, tenant: str) -> int:
         """Return the number by which the kernel knows the tenant's sockets (SO_MARK)."""
 
+    def index(self, tenant: str) -> int:
+        """Return the number of a tenant whose quota is in force, from 1 on."""
+
 
 class TenantTable:
     """The quotas in force, in the kernel too."""
@@ -122,6 +125,10 @@ class TenantTable:
     def mark(self, tenant: str) -> int:
         """Return the number by which the kernel knows the tenant's sockets (SO_MARK)."""
         return self._limits.mark(tenant)
+
+    def row(self, tenant: str) -> int:
+        """Return the row of a tenant in the engine's ledger."""
+        return self._limits.index(tenant)
 
     def is_kept(self, error: ConfigError) -> bool:
         """Say whether the tenant of a bad file goes on with the quota that it had."""

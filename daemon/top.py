@@ -13,6 +13,7 @@ from rich.table import Table
 
 from seedance.daemon.control import StatusReport, TenantStatus
 from seedance.daemon.quantities import scaled
+from seedance.engine.scheduling import NOTHING_COUNTED
 from seedance.qos.quota import CPU_PERIOD_S
 from seedance.qos.usage import TenantUsage
 
@@ -40,6 +41,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 class TenantRates(msgspec.Struct, frozen=True, kw_only=True):
     """What one tenant uses. `cpu` counts cores, `throttled` is the part of cpu.max's periods that ended in waiting.
 
+    `engine` is its part of the engine's time, `held` the part of the time in which it was kept out of the steps.
+
     `rtt_us` is None where it is not measured, and `rss_bytes` where no worker runs.
     """
 
@@ -48,6 +51,8 @@ class TenantRates(msgspec.Struct, frozen=True, kw_only=True):
     streams: int
     prompt_tokens_per_s: float
     output_tokens_per_s: float
+    engine: float
+    held: float
     cpu: float
     throttled: float
     rss_bytes: int | None
@@ -135,6 +140,7 @@ def _tenant_rates(
         return (later - earlier if later >= earlier else later) / elapsed_s
 
     before, after = old.usage or TenantUsage(), new.usage or TenantUsage()
+    engine_before, engine = old.engine or NOTHING_COUNTED, new.engine or NOTHING_COUNTED
     drops = after.egress_dropped_packets + after.ingress_dropped_packets
     cpu = rate(before.cpu_s, after.cpu_s)
     if not after.cpu_s and new_process and old_process and old.worker_pid == new.worker_pid:  # no group counts it
@@ -145,6 +151,8 @@ def _tenant_rates(
         streams=new.used.streams,
         prompt_tokens_per_s=rate(old.used.prompt_tokens, new.used.prompt_tokens),
         output_tokens_per_s=rate(old.used.output_tokens, new.used.output_tokens),
+        engine=rate(engine_before.step_s, engine.step_s),
+        held=min(1.0, rate(engine_before.held_s, engine.held_s)),
         cpu=cpu,
         throttled=min(1.0, rate(before.cpu_throttled, after.cpu_throttled) * CPU_PERIOD_S),
         rss_bytes=new_process.rss_bytes if new_process else None,
@@ -170,13 +178,25 @@ def table(shown: Rates) -> Table:
         collapse_padding=True,
     )
     made.add_column("tenant", overflow="ellipsis")  # the one that may wrap is the one that gets narrower
-    for name in ("streams", "tokens/s", "CPU", "throttled", "RSS", "egress", "ingress", "RTT", "drops/s"):
+    for name in (
+        "streams",
+        "tokens/s",
+        "engine",
+        "CPU",
+        "capped",
+        "RSS",
+        "egress",
+        "ingress",
+        "RTT",
+        "drops/s",
+    ):
         made.add_column(name, justify="right", no_wrap=True)
     for tenant in shown.tenants:
         made.add_row(
             tenant.tenant,
             f"{tenant.streams:,}",
             f"{tenant.tokens_per_s:,.0f}",
+            f"{tenant.engine:.0%}",
             f"{tenant.cpu:.0%}",
             f"{tenant.throttled:.0%}",
             _NONE if tenant.rss_bytes is None else scaled(tenant.rss_bytes, "B"),

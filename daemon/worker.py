@@ -80,6 +80,7 @@ class Worker:
         self._driver = driver
         self._settings = settings
         self._connections: dict[Connection, None] = {}
+        self._stalled: dict[Connection, tuple[int, float]] = {}
         self._released = 0
         self.leaving = False
         self._idle_since_s = loop.time()
@@ -191,6 +192,7 @@ class Worker:
             # Twice in the interval, whether anything else was sent or not: nobody has to remember who was quiet. The
             # next tick may come as much as a tick late.
             self._next_ping_s = now + self._settings.http.ping_interval_s / 2 - self._tick_s
+        self._cut_off_stalled(now)
         for connection in list(self._connections):
             if isinstance(connection, HttpConnection):
                 self._check(connection, now, pings)
@@ -203,6 +205,22 @@ class Worker:
             self._report(WorkerIdle())
         if not self.finished.done():
             self._loop.call_later(self._tick_s, self._tick)
+
+    def _cut_off_stalled(self, now: float) -> None:
+        """Cut off who has taken nothing for `idle_timeout` of a stream that waits for it, paused or not."""
+        stalled, self._stalled = self._stalled, {}
+        for connection in list(self._connections):
+            left_bytes = connection.flow.backlog_bytes
+            if not left_bytes or (isinstance(connection, HttpConnection) and connection.http.phase != Phase.STREAMING):
+                continue
+            before_bytes, deadline_s = stalled.get(connection, (0, 0.0))
+            if left_bytes != before_bytes:
+                deadline_s = now + self._settings.http.idle_timeout_s
+            if now < deadline_s:
+                self._stalled[connection] = left_bytes, deadline_s
+            else:
+                _log.info("a client reads nothing any more; its streams are ended")
+                connection.flow.abort()
 
     def _check(self, connection: HttpConnection, now: float, pings: bool) -> None:
         phase = connection.http.phase

@@ -70,6 +70,11 @@ class Accounts:
                 spent.append(request.tenant)
         return spent
 
+    @property
+    def is_working(self) -> bool:
+        """Whether there is anything in the oldest step under way."""
+        return self._steps[0].load.requests > 0
+
     def step_ended(self, now_s: float, step_s: float | None) -> list[tuple[Tenant, float]]:
         """Charge the oldest step under way; returns the tenants that are out of credit now, and their charges."""
         step = self._steps.popleft()

@@ -65,16 +65,25 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineAdapter(Protocol):
-    """An engine as the host drives it."""
+    """An engine as the host drives it.
+
+    Limits of tenants reach it by the ledger, and its statistics leave it there.
+    """
 
     async def start(self, events: EngineEvents) -> ModelInfo:
         """Bring the engine up, warm; return once it can serve. Raises EngineDead when it cannot."""
 
     def submit(self, key: int, tenant: TenantContext, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
-        """Begin generation `key` (unique while it lives). Raises EngineError when this request can never run."""
+        """Begin generation `key`, below `ledger.STREAMS` and unique while it lives.
+
+        Raises EngineError when this request can never run.
+        """
 
     def abort(self, keys: Sequence[int]) -> None:
         """End generations without any further output for them; unknown keys are ignored."""
+
+    def set_paused(self, keys: Sequence[int], is_paused: bool) -> None:
+        """Leave generations out of the engine's steps, which keep what they have, or take them in again."""
 
     async def statistics(self) -> EngineStatistics:
         """Ask the engine how full it is."""

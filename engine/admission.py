@@ -67,7 +67,8 @@ class AdmissionWindow:
         if not waiting:
             return math.inf
         settings = self._settings
-        since_s = now_s if self._since_s is None else self._since_s
+        # Those of a tenant that was held may wait though all were taken that could be.
+        since_s = self._since_s = now_s if self._since_s is None else self._since_s
         if settings.static_batch is not None:
             return since_s if waiting >= settings.static_batch else since_s + settings.static_wait_s - _ROUNDING_S
         if not decoders or is_reading or waiting >= settings.max_take:

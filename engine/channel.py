@@ -36,6 +36,13 @@ class Abort(msgspec.Struct, tag=2, array_like=True, frozen=True):
     streams: list[int]
 
 
+class SetPaused(msgspec.Struct, tag=6, array_like=True, frozen=True):
+    """worker → host: nobody takes what these generations bring, leave them out of the steps; or take them in again."""
+
+    streams: list[int]
+    is_paused: bool
+
+
 class Delta(msgspec.Struct, array_like=True, gc=False):
     """One generation's part of a batch; the fields are those of `adapter.Output`, numbered by stream."""
 
@@ -87,7 +94,7 @@ class Refused(msgspec.Struct, tag=5, array_like=True, frozen=True):
     message: str
 
 
-ToHost = Submit | Abort
+ToHost = Submit | Abort | SetPaused
 ToWorker = Batch | EngineChanged | Refused
 M = TypeVar("M")
 

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import itertools
 import logging
 import signal
 import socket
@@ -23,6 +22,7 @@ from seedance.engine import host_link
 from seedance.engine.adapter import EngineAdapter, EngineState, EngineStatistics, Output
 from seedance.engine.channel import Abort, Delta, EngineChanged, Refused, Submit, ToHost
 from seedance.engine.host_channel import Channel, Generation
+from seedance.engine.ledger import STREAMS, Ledger
 from seedance.engine.packets import PacketSocket
 from seedance.engine.request import ModelInfo
 from seedance.engine.settings import EngineSettings
@@ -37,12 +37,12 @@ _DETAIL_CHARACTERS: Final = 2_000
 log = logging.getLogger("seedance.engine.host")
 
 
-def create_adapter(settings: EngineSettings, loop: asyncio.AbstractEventLoop) -> EngineAdapter:
+def create_adapter(settings: EngineSettings, ledger: Ledger, loop: asyncio.AbstractEventLoop) -> EngineAdapter:
     """Return the adapter for an engine; only its own modules are imported."""
     if settings.kind == "synthetic":
         from seedance.engine.synthetic import SyntheticAdapter  # noqa: PLC0415
 
-        return SyntheticAdapter(settings, loop)
+        return SyntheticAdapter(settings, ledger, loop)
     from seedance.engine.vllm import VllmAdapter, VllmSettings  # noqa: PLC0415
 
     return VllmAdapter(
@@ -58,7 +58,8 @@ def create_adapter(settings: EngineSettings, loop: asyncio.AbstractEventLoop) ->
             dtype=settings.dtype,
             cache_dir=settings.cache_dir,
             offline=settings.offline,
-        )
+        ),
+        ledger,
     )
 
 
@@ -83,9 +84,10 @@ class EngineHost:
         self._engine_task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
+        self._ledger: Ledger | None = None
         self._channels: dict[int, Channel] = {}
         self._generations: dict[int, Generation] = {}
-        self._keys = itertools.count(1)
+        self._key = 0
         self._link = PacketSocket(control, loop, self._packet_received, self.stop)
 
     async def serve(self) -> None:
@@ -204,6 +206,9 @@ class EngineHost:
         elif isinstance(message, Abort):
             self._abort([channel.generations[s] for s in set(message.streams) if s in channel.generations])
             channel.discard(message.streams)
+        elif self._adapter is not None:
+            keys = [channel.generations[s].key for s in message.streams if s in channel.generations]
+            self._adapter.set_paused(keys, message.is_paused)
 
     def _begin(self, channel: Channel, message: Submit) -> EngineError | None:
         """Begin a generation, or return why it cannot be."""
@@ -211,7 +216,12 @@ class EngineHost:
             return EngineError("engine_unavailable", f"cannot generate: the engine is {self._state.value}")
         if not channel.is_free(message.stream):
             return EngineError("invalid_request", f"cannot begin stream {message.stream}: the number is in use")
-        key = next(self._keys)
+        if len(self._generations) >= STREAMS:
+            return EngineError("overloaded", f"cannot generate: the engine has {STREAMS} requests already")
+        key = self._key
+        while key in self._generations:
+            key = (key + 1) % STREAMS
+        self._key = (key + 1) % STREAMS
         try:
             generation = Generation(key, channel, message.stream, message.prompt_token_ids, message.sampling)
             self._adapter.submit(key, channel.tenant, message.prompt_token_ids, message.sampling)
@@ -246,8 +256,9 @@ class EngineHost:
 
     def _packet_received(self, data: bytes, fds: list[int]) -> None:
         message = host_link.TO_HOST.decode(data)
-        if len(fds) != isinstance(message, host_link.Attach):
-            raise RemoteProtocolError("cannot take the packet: Attach has one descriptor, the others have none", 1002)
+        if len(fds) != isinstance(message, host_link.Attach | host_link.StartEngine):
+            text = "cannot take the packet: Attach and StartEngine have one descriptor, the others have none"
+            raise RemoteProtocolError(text, 1002)
         if isinstance(message, host_link.Attach):
             self._attach(message, fds[0])
         elif isinstance(message, host_link.Detach):
@@ -257,7 +268,8 @@ class EngineHost:
         elif isinstance(message, host_link.StartEngine):
             if self._adapter is not None:
                 raise RemoteProtocolError("cannot start a second engine in one host", 1002)
-            self.start_engine(create_adapter(message.settings, self._loop))
+            self._ledger = Ledger(fds[0])
+            self.start_engine(create_adapter(message.settings, self._ledger, self._loop))
         elif isinstance(message, host_link.QueryStatistics):
             task = self._loop.create_task(self._answer(message.query))
             self._tasks.add(task)
@@ -295,26 +307,25 @@ class EngineHost:
             await asyncio.wait(tasks)
         if self._adapter is not None:
             await self._adapter.stop()
+        if self._ledger is not None:
+            self._ledger.close()
         self._link.close()
 
 
-async def _serve(control: socket.socket, settings: EngineSettings | None) -> None:
+async def _serve(control: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     host = EngineHost(control, loop)
     loop.add_signal_handler(signal.SIGTERM, host.stop)
-    if settings is not None:
-        host.start_engine(create_adapter(settings, loop))
     await host.serve()
 
 
-def run(control: socket.socket, settings: EngineSettings | None = None) -> None:
+def run(control: socket.socket) -> None:
     """Be an engine host in this process, until the supervisor ends it; needs the main thread.
 
-    `control` is our end of a link (`packets.pair`), spoken as in `host_link`. With `settings` the engine starts at
-    once, otherwise with the supervisor's StartEngine.
+    `control` is our end of a link (`packets.pair`), spoken as in `host_link`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(_serve(control, settings))
+    asyncio.run(_serve(control))
 
 
 def main() -> None:

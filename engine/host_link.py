@@ -13,7 +13,7 @@ from seedance.engine.settings import EngineSettings
 
 
 class StartEngine(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """supervisor → host: bring this engine up and keep it up; sent once."""
+    """supervisor → host, with the ledger's descriptor: bring this engine up and keep it up; sent once."""
 
     settings: EngineSettings
 

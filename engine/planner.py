@@ -104,6 +104,7 @@ class _Round:
         self._slots = slots_free
         self._kv_free_blocks = kv_free_blocks
         self._is_shared = is_shared
+        self._kept = planner._reserved_slots if is_shared else 0
         self._is_impatient = is_impatient
         self._plan = Plan()
         roster = self._roster
@@ -159,9 +160,13 @@ class _Round:
     def _waiting(self) -> dict[Tenant, None]:
         """Return the tenants of which a request might get a slot."""
         waiting = self._roster.counters.waiting
-        if self._slots > 0 or (self._roster.idle and victim_for_admission(self._roster, self._now_s)):
+        if self._slots > self._kept or (
+            self._slots <= 0 and self._roster.idle and victim_for_admission(self._roster, self._now_s)
+        ):
             return waiting
-        return {tenant: None for tenant in waiting if self._is_urgent(tenant.head())} if self._roster.pressing else {}
+        light = [tenant for tenant in waiting if self._is_light(tenant)] if self._slots > 0 else []
+        urgent = [tenant for tenant in waiting if self._is_urgent(tenant.head())] if self._roster.pressing else []
+        return dict.fromkeys(light + urgent)
 
     def _is_urgent(self, head: Request | None) -> bool:
         return head is not None and head.may_be_urgent and self._planner.is_urgent(head, self._now_s)
@@ -190,7 +195,11 @@ class _Round:
         if tenant not in self._roster.counters.waiting:
             return None
         request = tenant.head()
-        return request if self._take > 0 or self._is_urgent(request) else None
+        if self._is_urgent(request):
+            return request
+        if self._take <= 0 or (0 < self._slots <= self._kept and not self._is_light(tenant)):
+            return None
+        return request
 
     def _chunk(self, tenant: Tenant, request: Request) -> int:
         """Return how many tokens of a request this step reads; 0 for none."""
@@ -225,7 +234,7 @@ class _Round:
         if tenant.slots is not None and len(tenant.running) + len(own) >= tenant.slots:
             return False
         is_urgent = self._is_urgent(request)
-        kept = self._planner._reserved_slots if self._is_shared and not (is_urgent or self._is_light(tenant)) else 0
+        kept = 0 if is_urgent or self._is_light(tenant) else self._kept
         if self._slots <= kept and not self._make_slot(request, is_urgent=is_urgent):
             return False
         if not self._reserve_blocks(tenant, request, own):

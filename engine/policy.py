@@ -103,15 +103,14 @@ class Policy:
             self._exhausted.pop(tenant, None)
             self._plan_release(tenant, now_s)
 
-    def remove_tenant(self, row: int) -> None:
-        """Forget a tenant, which must have no requests; its counters go too."""
+    def remove_tenant(self, row: int) -> bool:
+        """Forget a tenant and its counters; returns False, and does nothing, while it has requests."""
         tenant = self._roster.tenants.get(row)
-        if tenant is None:
-            return
-        assert not tenant.has_work, "a tenant is removed while it has requests"
-        del self._roster.tenants[row]
-        for known in (self._kv_limited, self._recent, self._exhausted):
-            known.pop(tenant, None)
+        if tenant is not None and not tenant.has_work:
+            del self._roster.tenants[row]
+            for known in (self._kv_limited, self._recent, self._exhausted):
+                known.pop(tenant, None)
+        return row not in self._roster.tenants
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -226,6 +225,7 @@ class Policy:
 
         `step_s` is how long it took; None for since it began, or since the step before it ended where that was later.
         """
+        self._is_stuck &= not self._accounts.is_working  # a step leaves room behind
         for tenant, charge_s in self._accounts.step_ended(now_s, step_s):
             assert tenant.credit is not None
             # Not at the first credit: to be left out of every other step makes more work than it smooths.

@@ -75,10 +75,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 class TenantContext(msgspec.Struct, frozen=True, kw_only=True):
     """Who a channel speaks for: bound by the supervisor when it makes the channel, never read from a message.
 
-    `cache_salt` separates the prefix cache of tenants: an unguessable string per tenant.
+    `cache_salt` separates the prefix cache of tenants: an unguessable string per tenant. `row` is the tenant's in the
+    ledger, 0 for somebody without limits.
     """
 
     name: str
     scheduling_class: str
     cache_salt: str
+    row: int = 0
     settings: dict[str, Any] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from seedance.engine.admission import WindowSettings
@@ -103,3 +105,20 @@ class TenantStatistics(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     kv_blocks: int
     is_held: bool
+
+
+NOTHING_COUNTED: Final = TenantStatistics(
+    step_s=0.0,
+    prompt_tokens=0,
+    output_tokens=0,
+    held_s=0.0,
+    preemptions=0,
+    recomputed_tokens=0,
+    queue_s=0.0,
+    started=0,
+    running=0,
+    waiting=0,
+    kv_blocks=0,
+    is_held=False,
+)
+"""Those of a tenant that has done nothing yet."""

@@ -4,27 +4,32 @@ The next token depends on the seed and on all tokens before it and on nothing el
 running, nor on where the prompt ends. So a test can predict a stream (`expected_token_ids`), and a generation that is
 continued from its prompt and the tokens already emitted goes on exactly as it would have.
 
-`SyntheticEngine` decides, with time as an argument; `SyntheticAdapter` waits for the next step in an event loop. Work
-per step is one short function call for each running stream, and no stream has a timer of its own.
+Who is in a step is decided by the policy that decides it in a real engine. A step is one token of each stream in it,
+and takes as long as the pace says, whatever it has to do; where the engine is stepped less often than that, it makes
+up for the steps in between, and their tokens come together.
+
+`SyntheticEngine` decides, with time as an argument; `SyntheticAdapter` waits for the next step in an event loop. No
+stream has a timer of its own.
 """
 
 from __future__ import annotations
 
-import array
 import asyncio
-import itertools
-import math
 import time
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
 
 from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics, Output
-from seedance.engine.request import FinishReason, ModelInfo, Sampling, TenantContext, TokenLogprobs
+from seedance.engine.admission import WindowSettings
+from seedance.engine.ledger import Ledger
+from seedance.engine.request import FinishReason, ModelInfo, Sampling, TenantContext
+from seedance.engine.scheduling import PolicySettings, Step
 from seedance.engine.settings import EngineSettings
-from seedance.engine.synthetic_vocabulary import EOS_ID, FOLLOWERS, STARTERS, VOCAB_SIZE
+from seedance.engine.synthetic_stream import Stream
+from seedance.engine.synthetic_vocabulary import EOS_ID, VOCAB_SIZE
+from seedance.engine.token_scheduler import TokenScheduler
 from seedance.errors import EngineError
 
 DEFAULT_MAX_MODEL_LEN: Final = 32_768
@@ -32,122 +37,49 @@ BLOCK_TOKENS: Final = 16
 
 # An engine that was not stepped for longer than this has lost the time, as a real one would; otherwise it catches up.
 _CATCH_UP_S: Final = 0.25
-_TOKEN_BYTES: Final = [token_id.to_bytes(4, "little") for token_id in range(VOCAB_SIZE)]
-_MIX: Final = 0x9E3779B1  # 2³² / golden ratio: spreads the checksum's bits before the high ones are used
-_STARTERS: Final = len(STARTERS)
+# Prompts are read at a pace of their own, so a step takes any number of their tokens.
+_STEP_TOKENS: Final = 1 << 24
+# So soon it looks for news of the ledger when nobody may run.
+_LOOK_S: Final = 1.0
+# What a step costs where there is no pace: a pause between two of them was none.
+_LONGEST_STEP_S: Final = 0.05
 
 
-def _generate(seed: int, prompt_token_ids: Sequence[int], eos_below: int = 0, eos_from: int = 0) -> Iterator[int]:
-    """Yield the tokens after a prompt for ever.
-
-    `eos_below` is the chance, of 65,536, of the end-of-text token at each place; none comes before place `eos_from`.
-    """
-    seed_bytes = (seed & (2**64 - 1)).to_bytes(8, "little")
-    # The checksum stands for the seed and all tokens so far.
-    state = zlib.crc32(array.array("I", prompt_token_ids).tobytes(), zlib.crc32(seed_bytes))
-    follower = FOLLOWERS.get(prompt_token_ids[-1]) if prompt_token_ids else None
-    for position in itertools.count():
-        mixed = state * _MIX & 0xFFFFFFFF
-        if follower is not None:
-            token_id = follower
-        elif mixed & 0xFFFF < eos_below and position >= eos_from:
-            token_id = EOS_ID
-        else:
-            token_id = STARTERS[(mixed >> 8) * _STARTERS >> 24]
-        yield token_id
-        state = zlib.crc32(_TOKEN_BYTES[token_id], state)
-        follower = FOLLOWERS.get(token_id)
-
-
-def expected_token_ids(
-    seed: int, prompt_token_ids: Sequence[int], count: int, eos_probability: float = 0.0
-) -> list[int]:
-    """Return the first `count` tokens after a prompt, as if no limit or stop token ended them."""
-    return list(itertools.islice(_generate(seed, prompt_token_ids, _eos_below(eos_probability)), count))
-
-
-def _eos_below(probability: float) -> int:
-    return round(probability * 65_536)
-
-
-def _blocks(length: int) -> int:
-    return -(-length // BLOCK_TOKENS)
-
-
-class _Stream:
-    """One generation inside the engine; `length` counts its prompt and what it has emitted."""
-
-    __slots__ = (
-        "blocks",
-        "ends",
-        "key",
-        "length",
-        "logprobs",
-        "min_length",
-        "remaining",
-        "token_ids",
-        "unread_prompt",
-    )
-
-    def __init__(self, key: int, prompt_token_ids: Sequence[int], sampling: Sampling, settings: EngineSettings) -> None:
-        seed = settings.synthetic.seed if sampling.seed is None else sampling.seed
-        eos_below = _eos_below(settings.synthetic.eos_probability)
-        self.key = key
-        self.length = len(prompt_token_ids)
-        # An ignored end-of-text is a token like others, at any place.
-        eos_from = 0 if sampling.ignore_eos else sampling.min_tokens
-        self.token_ids = _generate(seed, prompt_token_ids, eos_below, eos_from)
-        self.min_length = self.length + sampling.min_tokens
-        self.remaining = min(sampling.max_tokens, settings.max_model_len - self.length)
-        self.ends = frozenset(sampling.stop_token_ids)
-        if eos_below and not sampling.ignore_eos:
-            self.ends |= {EOS_ID}
-        self.logprobs = sampling.logprobs
-        self.unread_prompt = float(self.length)
-        self.blocks = 0
-
-    def advance(self, count: int) -> Output:
-        """Emit up to `count` tokens."""
-        count = min(count, self.remaining)
-        token_ids = list(itertools.islice(self.token_ids, count))
-        finish_reason = FinishReason.LENGTH if count == self.remaining else None
-        if self.ends:
-            # `place` counts this token in.
-            for place, token_id in enumerate(token_ids, start=1):
-                if token_id in self.ends and self.length + place > self.min_length:
-                    del token_ids[place:]
-                    finish_reason = FinishReason.STOP
-                    break
-        self.length += len(token_ids)
-        self.remaining -= len(token_ids)
-        logprobs = None if self.logprobs is None else [_logprobs(token_id, self.logprobs) for token_id in token_ids]
-        return Output(self.key, token_ids, finish_reason, logprobs)
-
-
-def _logprobs(token_id: int, alternatives: int) -> TokenLogprobs:
-    """Return probabilities for a token and its alternatives; the chosen one is always the likeliest."""
-    best = -(token_id % 100) / 100
-    others = [(token_id + i) % VOCAB_SIZE for i in range(alternatives)]
-    return TokenLogprobs([token_id, *others], [best, *(best - i for i in range(alternatives))], 1)
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)
 
 
 class SyntheticEngine:
-    """The engine's decisions; `now` is in seconds of any monotonic clock. `settings.max_model_len` must be set."""
+    """The engine's side of a policy; `now` is in seconds of any monotonic clock. `settings.max_model_len` must be set.
 
-    def __init__(self, settings: EngineSettings) -> None:
+    The ledger stays its owner's.
+    """
+
+    def __init__(self, settings: EngineSettings, ledger: Ledger) -> None:
         self._settings = settings
         synthetic = settings.synthetic
         self._tick_s = 1 / synthetic.tokens_per_s if synthetic.tokens_per_s > 0 else 0.0
         self._step_s = max(self._tick_s, synthetic.step_s)
-        self._waiting: dict[int, _Stream] = {}
-        self._running: dict[int, _Stream] = {}
+        policy = PolicySettings(
+            slots=settings.max_streams,
+            kv_blocks=synthetic.kv_blocks,
+            block_tokens=BLOCK_TOKENS,
+            step_tokens=_STEP_TOKENS,
+            window=WindowSettings(max_wait_s=0.0, max_take=settings.max_streams),
+        )
+        self._scheduler = TokenScheduler(policy, ledger, 0.0)
+        self._streams: dict[int, Stream] = {}
+        self._running: dict[int, Stream] = {}
+        self._decoding: dict[int, Stream] = {}
         self._blocks_free = synthetic.kv_blocks
         self._last_step: float | None = None
         self._last_tick = 0.0
+        self._now = 0.0
+        self._readable = 0.0
         self.steps = 0
         self.tokens = 0
 
-    def submit(self, key: int, prompt_token_ids: Sequence[int], sampling: Sampling, now: float) -> None:
+    def submit(self, key: int, prompt_token_ids: Sequence[int], sampling: Sampling, now: float, row: int = 0) -> None:
         """Queue a generation. Raises EngineError when it does not fit into the context or the KV blocks."""
         limit = self._settings.max_model_len
         if not 0 < len(prompt_token_ids) < limit:
@@ -157,38 +89,52 @@ class SyntheticEngine:
             )
         if not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < VOCAB_SIZE:
             raise EngineError("invalid_request", f"cannot take the prompt: its token ids must be 0 to {VOCAB_SIZE - 1}")
-        stream = _Stream(key, prompt_token_ids, sampling, self._settings)
-        if _blocks(stream.length + stream.remaining) > self._settings.synthetic.kv_blocks:
-            raise EngineError("context_too_long", "cannot take the request: it needs more KV blocks than there are")
+        stream = Stream(key, prompt_token_ids, sampling, self._settings)
+        self._now = max(self._now, now)
+        self._scheduler.submitted(key, row, key, stream.length, stream.remaining, self._now)
         if self._last_step is None:
             self._last_step = self._last_tick = now
-        self._waiting[key] = stream
+        self._streams[key] = stream
 
     def abort(self, keys: Iterable[int]) -> None:
         """End generations; unknown keys are ignored."""
         for key in keys:
-            self._waiting.pop(key, None)
-            self._end(key)
+            if key in self._streams:
+                self._end(self._streams[key])
+        self._rest()
 
     def next_step_at(self) -> float | None:
-        """Return when `step` is due, None when nothing runs or waits."""
-        return None if self._last_step is None else self._last_tick + self._step_s
+        """Return when `step` is due, None when there is nothing to run."""
+        if self._last_step is None:
+            return None
+        wake_s = self._scheduler.wake_at(self._now)
+        return max(self._last_tick + self._step_s, self._now + _LOOK_S if wake_s is None else wake_s)
 
     def step(self, now: float) -> list[Output]:
-        """Run one engine step: read prompts, and emit the tokens that are due, one output a stream."""
+        """Run the steps that are due, and emit what they brought, one output a stream."""
         if self._last_step is None:
             return []
+        elapsed_s, self._last_step = min(now - self._last_step, self._step_s + _CATCH_UP_S), now
+        tick_s = self._tick_s or min(elapsed_s, _LONGEST_STEP_S)
         count = self._ticks(now)
-        self._read_prompts(now - self._last_step)
-        self._last_step = now
+        rate = self._settings.synthetic.prompt_tokens_per_s
+        outputs: list[Output] = []
+        counts: dict[int, int] = {}
+        for number in range(count):
+            self._now = max(self._now, now - (count - 1 - number) * self._tick_s)
+            self._readable = self._readable + elapsed_s / count * rate if rate > 0 else float(_STEP_TOKENS)
+            self._tick(tick_s, counts, outputs)
         self.steps += 1
-        outputs = self._advance(count) if count else []
-        for output in outputs:
+        for key, tokens in counts.items():
+            stream = self._streams.get(key)
+            if stream is None:
+                continue
+            output = stream.advance(tokens)
             self.tokens += len(output.token_ids)
+            outputs.append(output)
             if output.finish_reason is not None:
-                self._end(output.key)
-        if not self._running and not self._waiting:
-            self._last_step = None
+                self._end(stream)
+        self._rest()
         return outputs
 
     def statistics(self, state: EngineState) -> EngineStatistics:
@@ -196,7 +142,7 @@ class SyntheticEngine:
         return EngineStatistics(
             state=state,
             running=len(self._running),
-            waiting=len(self._waiting),
+            waiting=len(self._streams) - len(self._running),
             kv_blocks_total=self._settings.synthetic.kv_blocks,
             kv_blocks_used=self._settings.synthetic.kv_blocks - self._blocks_free,
             steps=self.steps,
@@ -215,73 +161,109 @@ class SyntheticEngine:
         self._last_tick += count * self._tick_s
         return count
 
-    def _read_prompts(self, elapsed_s: float) -> None:
-        """Spend the step's prompt reading on the oldest waiting streams; those that are through begin to run."""
-        rate = self._settings.synthetic.prompt_tokens_per_s
-        budget = elapsed_s * rate if rate > 0 else math.inf
-        for stream in list(self._waiting.values()):
-            blocks = _blocks(stream.length + 1)
-            if len(self._running) >= self._settings.max_streams or blocks > self._blocks_free:
-                return
-            read = min(budget, stream.unread_prompt)
-            stream.unread_prompt -= read
-            budget -= read
-            if stream.unread_prompt > 0:
-                return
-            del self._waiting[stream.key]
-            self._running[stream.key] = stream
-            stream.blocks = blocks
-            self._blocks_free -= blocks
+    def _tick(self, tick_s: float, counts: dict[int, int], outputs: list[Output]) -> None:
+        """Make one step of the policy, and count the tokens that it brings to each stream."""
+        scheduler = self._scheduler
+        step = scheduler.step_begins(self._now, self._blocks_free, self._settings.max_streams - len(self._running))
+        self._apply(step, counts, outputs)
+        scheduled = self._decode(counts)
+        self._read(step, scheduled, counts)
+        scheduler.step_scheduled(scheduled, self._now)
+        scheduler.step_ended(self._now, tick_s)
 
-    def _advance(self, count: int) -> list[Output]:
-        outputs = []
-        for stream in list(self._running.values()):
-            length = stream.length + count
-            if length > stream.blocks * BLOCK_TOKENS and not self._make_room(stream, length):
+    def _apply(self, step: Step, counts: dict[int, int], outputs: list[Output]) -> None:
+        for key in step.preempt:
+            stream = self._streams[key]
+            self._release(stream)
+            stream.target = stream.length + counts.get(key, 0)
+            stream.computed = 0
+            stream.is_held = False
+        for key in step.end:
+            stream = self._streams[key]
+            output = stream.advance(counts.pop(key, 0))
+            output.finish_reason = output.finish_reason or FinishReason.QUOTA_EXCEEDED
+            outputs.append(output)
+            self._end(stream)
+        for key in step.hold:
+            self._streams[key].is_held = True
+            self._decoding.pop(key, None)
+        for key in step.release:
+            stream = self._streams[key]
+            stream.is_held = False
+            if stream.computed >= stream.target:
+                self._decoding[key] = stream
+
+    def _decode(self, counts: dict[int, int]) -> dict[int, int]:
+        """Give a token to each stream that decodes; returns them."""
+        scheduled: dict[int, int] = {}
+        for key, stream in self._decoding.items():
+            count = counts.get(key, 0)
+            if count >= stream.remaining or (not stream.computed % BLOCK_TOKENS and not self._grow(stream, 1)):
                 continue
-            outputs.append(stream.advance(count))
-        return outputs
+            stream.computed += 1
+            scheduled[key] = 1
+            counts[key] = count + 1
+        return scheduled
 
-    def _make_room(self, stream: _Stream, length: int) -> bool:
-        """Give a stream the blocks for a length, if need be those of the newest streams: they begin once more.
+    def _read(self, step: Step, scheduled: dict[int, int], counts: dict[int, int]) -> None:
+        """Read prompts, as far as the policy wants and the pace allows; a token comes out at the end of each."""
+        if not step.prefill:
+            self._readable = 0.0
+        for key, most in step.prefill.items():
+            stream = self._streams[key]
+            tokens = min(most, int(self._readable + 1e-6), stream.target - stream.computed)
+            if tokens <= 0 or not self._grow(stream, _blocks(stream.computed + tokens) - stream.blocks):
+                continue
+            self._running[key] = stream
+            self._readable -= tokens
+            scheduled[key] = tokens
+            stream.computed += tokens
+            if stream.computed >= stream.target:
+                counts[key] = counts.get(key, 0) + 1
+                if not stream.is_held:
+                    self._decoding[key] = stream
 
-        Returns whether the stream still runs.
-        """
-        while stream.key in self._running:
-            wanted = _blocks(min(length, stream.length + stream.remaining)) - stream.blocks
-            if wanted <= self._blocks_free:
-                stream.blocks += wanted
-                self._blocks_free -= wanted
-                return True
-            newest = next(reversed(self._running.values()))
-            self._end(newest.key)
-            newest.unread_prompt = float(newest.length)
-            self._waiting = {newest.key: newest, **self._waiting}
-        return False
+    def _grow(self, stream: Stream, blocks: int) -> bool:
+        if blocks > self._blocks_free:
+            return False
+        self._blocks_free -= blocks
+        stream.blocks += blocks
+        return True
 
-    def _end(self, key: int) -> None:
-        stream = self._running.pop(key, None)
-        if stream is not None:
-            self._blocks_free += stream.blocks
-            stream.blocks = 0
+    def _release(self, stream: Stream) -> None:
+        self._running.pop(stream.key, None)
+        self._decoding.pop(stream.key, None)
+        self._blocks_free += stream.blocks
+        stream.blocks = 0
+
+    def _end(self, stream: Stream) -> None:
+        self._release(stream)
+        del self._streams[stream.key]
+        self._scheduler.finished(stream.key, self._now)
+
+    def _rest(self) -> None:
+        if not self._streams and self._last_step is not None:
+            self._last_step = None
+            self._scheduler.tell(self._now)
 
 
 class SyntheticAdapter:
-    """The synthetic engine in an event loop; an `engine.adapter.EngineAdapter`."""
+    """The synthetic engine in an event loop; an `engine.adapter.EngineAdapter`. The ledger stays its owner's."""
 
-    def __init__(self, settings: EngineSettings, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, settings: EngineSettings, ledger: Ledger, loop: asyncio.AbstractEventLoop) -> None:
         limit = settings.max_model_len or DEFAULT_MAX_MODEL_LEN
         self._settings = msgspec.structs.replace(settings, max_model_len=limit)
+        self._ledger = ledger
         self._loop = loop
-        self._engine = SyntheticEngine(self._settings)
+        self._engine = SyntheticEngine(self._settings, ledger)
         self._events: EngineEvents | None = None
-        self._timer: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._state = EngineState.STOPPED
 
     async def start(self, events: EngineEvents) -> ModelInfo:
         """Begin anew with an empty engine, at once."""
         self._events = events
-        self._engine = SyntheticEngine(self._settings)
+        self._engine = SyntheticEngine(self._settings, self._ledger)
         self._state = EngineState.READY
         return ModelInfo(
             name=self._settings.name,
@@ -294,14 +276,20 @@ class SyntheticAdapter:
         )
 
     def submit(self, key: int, tenant: TenantContext, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
-        """Begin a generation; all tenants are alike here."""
-        self._engine.submit(key, prompt_token_ids, sampling, self._loop.time())
-        if self._timer is None:
-            self._arm()
+        """Begin a generation."""
+        self._ledger.set_paused(key, False)
+        self._engine.submit(key, prompt_token_ids, sampling, self._loop.time(), tenant.row)
+        self._arm()
 
     def abort(self, keys: Sequence[int]) -> None:
         """End generations at once."""
         self._engine.abort(keys)
+
+    def set_paused(self, keys: Sequence[int], is_paused: bool) -> None:
+        """Leave generations out of the steps, or take them in again."""
+        for key in keys:
+            self._ledger.set_paused(key, is_paused)
+        self._arm()
 
     async def statistics(self) -> EngineStatistics:
         """Return a snapshot."""
@@ -311,16 +299,14 @@ class SyntheticAdapter:
         """Drop every generation."""
         self._disarm()
         self._state = EngineState.STOPPED
-        self._engine = SyntheticEngine(self._settings)
+        self._engine = SyntheticEngine(self._settings, self._ledger)
 
     def _arm(self) -> None:
+        """Set the timer to the next step; one that is due no later is left alone."""
         due = self._engine.next_step_at()
-        if due is None:
-            self._timer = None
-        elif self._settings.synthetic.tokens_per_s > 0:
+        if due is not None and (self._timer is None or due < self._timer.when()):
+            self._disarm()
             self._timer = self._loop.call_at(due, self._step)
-        else:
-            self._timer = self._loop.call_soon(self._step)
 
     def _disarm(self) -> None:
         if self._timer is not None:
@@ -329,6 +315,7 @@ class SyntheticAdapter:
 
     def _step(self) -> None:
         assert self._events is not None, "a generation was submitted before start"
+        self._timer = None
         outputs = self._engine.step(self._loop.time())
         if outputs:
             self._events.step_completed(outputs)
@@ -336,7 +323,7 @@ class SyntheticAdapter:
         if steps and self._engine.steps >= steps:
             self._disarm()
             self._state = EngineState.DEAD
-            self._engine = SyntheticEngine(self._settings)
+            self._engine = SyntheticEngine(self._settings, self._ledger)
             self._events.state_changed(EngineState.DEAD, f"cannot go on: rehearsed death after {steps} steps")
             return
         self._arm()

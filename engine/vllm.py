@@ -28,6 +28,7 @@ import zmq
 from seedance.engine import vllm_control as control
 from seedance.engine import vllm_wire as wire
 from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics, Output
+from seedance.engine.ledger import Ledger
 from seedance.engine.request import ModelInfo, Sampling, TenantContext
 from seedance.engine.vllm_control import VllmSettings
 from seedance.engine.vllm_process import ZygoteProcess, exit_text, last_line
@@ -76,9 +77,13 @@ def warm_up_rounds(facts: ModelFacts) -> list[list[tuple[list[int], Sampling]]]:
 
 
 class VllmAdapter:
-    """An EngineAdapter over vLLM's EngineCore; `core_pid` and `log_path` are for operators and tests."""
+    """An EngineAdapter over vLLM's EngineCore; `core_pid` and `log_path` are for operators and tests.
 
-    def __init__(self, settings: VllmSettings) -> None:
+    The ledger stays its owner's.
+    """
+
+    def __init__(self, settings: VllmSettings, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._run_dir = Path(settings.run_dir).absolute()
         cache_dir = str(Path(settings.cache_dir).absolute()) if settings.cache_dir else str(self._run_dir / "cache")
         self._settings = msgspec.structs.replace(settings, run_dir=str(self._run_dir), cache_dir=cache_dir)
@@ -138,7 +143,9 @@ class VllmAdapter:
         settings = self._settings if local is None else msgspec.structs.replace(self._settings, model=str(local))
         if self._zygote is None:
             self._prepare_run_dir()
-            self._zygote = ZygoteProcess(settings, self.log_path, self._control_received, self._zygote_gone)
+            self._zygote = ZygoteProcess(
+                settings, self._ledger, self.log_path, self._control_received, self._zygote_gone
+            )
             loaded = await self._news_of(control.Preloaded)
             logger.info("vLLM %s imported in %.1f s", loaded.vllm_version, loaded.seconds)
         inward, outward = self._open_sockets()
@@ -229,7 +236,9 @@ class VllmAdapter:
         """Begin generation `key`. Raises EngineError when it can never run, EngineDead when there is no engine."""
         if self._connection is None or self._state is not EngineState.READY:
             raise EngineDead(f"cannot generate: the engine is {self._state}")
-        self._send(self._connection.submit(key, tenant, prompt_token_ids, sampling, time.time()))
+        frames = self._connection.submit(key, tenant, prompt_token_ids, sampling, time.time())
+        self._ledger.set_paused(key, False)
+        self._send(frames)
 
     def abort(self, keys: Sequence[int]) -> None:
         """End generations; no output comes for them from now on."""
@@ -237,6 +246,13 @@ class VllmAdapter:
             return
         if frames := self._connection.abort(keys):
             self._send(frames)
+
+    def set_paused(self, keys: Sequence[int], is_paused: bool) -> None:
+        """Leave generations out of the steps, or take them in again; the EngineCore looks before each step."""
+        for key in keys:
+            self._ledger.set_paused(key, is_paused)
+        if not is_paused and self._connection is not None and self._state is EngineState.READY:
+            self._send(self._connection.wake())
 
     async def statistics(self) -> EngineStatistics:
         """Ask the EngineCore, between two of its steps. Raises EngineDead when it dies meanwhile."""

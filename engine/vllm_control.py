@@ -29,6 +29,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     is for what vLLM keeps between starts; empty means a folder in `run_dir`. `enforce_eager` compiles nothing: the
     start is quick, and a GPU slower; None does so on a CPU. `threads` counts OpenMP threads of the CPU build; 0 leaves
     one processor to the rest of the machine. `offline` forbids hub calls; a local model makes none anyway.
+    `plain_scheduler` is for comparisons: vLLM's own scheduler, which knows no tenants.
     """
 
     model: str
@@ -44,6 +45,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: str = ""
     offline: bool = False
     start_timeout_s: float = 600.0
+    plain_scheduler: bool = False
 
 
 class Launch(msgspec.Struct, tag="launch", frozen=True):

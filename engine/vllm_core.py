@@ -1,6 +1,7 @@
 """The engine's own processes: a zygote that has vLLM imported, and the EngineCores that it forks. Run as a program.
 
-The only module that imports vllm. `vllm_control` holds the messages of the control socket.
+The only module that imports vllm. `vllm_control` holds the messages of the control socket, `vllm_scheduler` is the
+scheduler that the EngineCores get.
 
     adapter (no vllm) ── control socket ── zygote (vllm imported, one thread, accelerator untouched)
         └── zmq ipc: requests, outputs ────── EngineCore (forked from the zygote; scheduler and worker in one process)
@@ -23,6 +24,7 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.metadata
@@ -43,7 +45,8 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from seedance.engine import vllm_sampling, vllm_wire
+from seedance.engine import vllm_sampling, vllm_scheduler, vllm_wire
+from seedance.engine.ledger import Ledger
 from seedance.engine.vllm_control import (
     MAX_CONTROL_BYTES,
     STATISTICS,
@@ -262,13 +265,17 @@ def _die_quickly() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0 if hard == 0 else 1, hard))
 
 
-def _run_core(control: socket.socket, launch: Launch) -> int:
+def _run_core(ledger_fd: int, control: socket.socket, launch: Launch) -> int:
     threading.excepthook = _thread_died
     settings = launch.settings
     model_dir = str(resolve_model(settings.model, settings.offline))
     config = _engine_config(settings, model_dir)
     control.send(msgspec.json.encode(Resolved(launch.launch, model_dir, _model_facts(config))))
     core = importlib.import_module("vllm.v1.engine.core")
+    if not settings.plain_scheduler:
+        version = str(importlib.import_module("vllm").__version__)
+        config.scheduler_config.scheduler_cls = scheduler_class(config.scheduler_config, Ledger(ledger_fd), version)
+        vllm_scheduler.let_sleep(core.EngineCoreProc)
     _extend(core, launch)
     core.EngineCoreProc.run_engine_core(
         vllm_config=config,
@@ -278,6 +285,20 @@ def _run_core(control: socket.socket, launch: Launch) -> int:
         log_stats=False,
     )
     return 0
+
+
+def scheduler_class(config: Any, ledger: Ledger, version: str) -> type:
+    """Return our scheduler, over the one of vLLM's that the configuration resolved to."""
+    if config.policy != "fcfs":
+        raise EngineDead(f"vLLM's scheduling policy is '{config.policy}', and must be 'fcfs'")
+    plain = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler
+    engine, request = (importlib.import_module(f"vllm.v1.{name}") for name in ("engine", "request"))
+    vllm_scheduler.check_scheduler(plain, request.Request, version)
+    base = plain
+    if config.async_scheduling:
+        base = importlib.import_module("vllm.v1.core.sched.async_scheduler").AsyncScheduler
+    known = vllm_scheduler.Known(request.RequestStatus, engine.EngineCoreOutput, engine.EngineCoreOutputs)
+    return vllm_scheduler.scheduler_class(base, known, ledger)
 
 
 def _thread_died(args: threading.ExceptHookArgs) -> None:
@@ -408,11 +429,13 @@ def main() -> None:
     """Be the zygote: the control socket and the adapter's pid are given on the command line."""
     parser = argparse.ArgumentParser(description="vLLM fork server of seedance; started by the engine host")
     parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--ledger-fd", type=int, required=True)
     parser.add_argument("--adapter-pid", type=int, required=True)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--eager", action="store_true")
     options = parser.parse_args()
-    zygote = Zygote(socket.socket(fileno=options.control_fd), options.adapter_pid, _run_core)
+    run = functools.partial(_run_core, options.ledger_fd)
+    zygote = Zygote(socket.socket(fileno=options.control_fd), options.adapter_pid, run)
     started_s = time.monotonic()
     try:
         version = preload(options.threads, options.eager)

@@ -16,6 +16,7 @@ import msgspec
 
 import seedance
 from seedance.engine import vllm_control as control
+from seedance.engine.ledger import Ledger
 from seedance.engine.vllm_control import VllmSettings
 
 _PROGRAM: Final = "seedance.engine.vllm_core"
@@ -50,7 +51,12 @@ class ZygoteProcess:
     """The fork server's process and the control socket to it; `ended` is set once the process is reaped."""
 
     def __init__(
-        self, settings: VllmSettings, log: Path, received: Callable[[control.ToAdapter], None], gone: Callable[[], None]
+        self,
+        settings: VllmSettings,
+        ledger: Ledger,
+        log: Path,
+        received: Callable[[control.ToAdapter], None],
+        gone: Callable[[], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._received = received
@@ -59,7 +65,8 @@ class ZygoteProcess:
         self._listens = False
         self.ended = asyncio.Event()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = ["--control-fd", str(theirs.fileno()), "--adapter-pid", str(os.getpid())]
+        arguments = ["--control-fd", str(theirs.fileno()), "--ledger-fd", str(ledger.fd)]
+        arguments += ["--adapter-pid", str(os.getpid())]
         threads = settings.threads or max(1, len(os.sched_getaffinity(0)) - 1)
         arguments += ["--threads", str(threads), *(["--eager"] if settings.enforce_eager is not False else [])]
         try:
@@ -72,7 +79,7 @@ class ZygoteProcess:
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[theirs.fileno(), ledger.fd],
                 )
         except OSError:
             self._control.close()

@@ -190,5 +190,5 @@ def sampling_params(sampling: Sampling, tenant: TenantContext, facts: ModelFacts
         _all_stop_token_ids=all_stop_ids,
         structured_outputs=structured,
         logit_bias=bias or None,
-        extra_args={"tenant": tenant.name, "class": tenant.scheduling_class},
+        extra_args={"row": tenant.row},
     )

@@ -31,6 +31,8 @@ _FINISH: Final = (
     FinishReason.STOP,
 )
 ERROR_KEY: Final = "seedance.error"
+QUOTA_KEY: Final = "seedance.quota"
+"""In the trace headers of a request's last output: why it failed, and that its tenant's quota is used up."""
 _RAW_VIEW: Final = 3  # msgpack extension of an array that travels inline
 _CLIENT: Final = 0
 
@@ -184,6 +186,10 @@ class CoreConnection:
             self._logprobs.pop(name, None)
         return [ENGINE_IDENTITY, ABORT, self._encode(names)] if names else None
 
+    def wake(self) -> Frames:
+        """Return a message that ends nothing, and wakes a core that sleeps."""
+        return [ENGINE_IDENTITY, ABORT, self._encode([])]
+
     def call(self, method: str, *args: Any) -> tuple[int, Frames]:
         """Call a method of the EngineCore; the reply carries the number returned here."""
         self._serial += 1
@@ -215,6 +221,8 @@ class CoreConnection:
         del self._keys[name], self._names[key]
         self._logprobs.pop(name, None)
         output.finish_reason = _FINISH[item.finish_reason or 0]
+        if output.finish_reason is FinishReason.ABORT and QUOTA_KEY in (item.trace_headers or {}):
+            output.finish_reason = FinishReason.QUOTA_EXCEEDED
         if output.finish_reason is FinishReason.ERROR:
             reason = (item.trace_headers or {}).get(ERROR_KEY)
             output.error = reason or "the engine could not finish this request; its log says why"

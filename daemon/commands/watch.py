@@ -27,7 +27,7 @@ from seedance.errors import ResourceBroken
 def top(context: Context, interval: float, sort: str, once: bool, as_json: bool) -> None:
     """Watch what each tenant uses; Ctrl-C ends it.
 
-    CPU and "throttled" are the tenant's cgroup's: 100% is one core, and the part of its 0.1 s periods in which it
+    CPU and "capped" are the tenant's cgroup's: 100% is one core, and the part of its 0.1 s periods in which it
     reached its limit. Where no cgroup counts, CPU is its worker's. RSS is the worker's. Egress and ingress count bytes
     on the wire. RTT is the smoothed round-trip time of its connections; drops are packets over a limit.
     """

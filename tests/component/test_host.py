@@ -16,7 +16,7 @@ from support.host import HostProcess, make_settings, running_host
 from seedance.engine import host_link
 from seedance.engine.channel import Batch, Delta, Submit, encode
 from seedance.engine.request import FinishReason, Sampling
-from seedance.engine.synthetic import expected_token_ids
+from seedance.engine.synthetic_stream import expected_token_ids
 from seedance.engine.synthetic_vocabulary import encode_text
 
 PROMPT = encode_text("tell me of the river")
@@ -200,7 +200,7 @@ def test_before_the_engine_is_started_requests_are_refused() -> None:
             await worker.wait_for(lambda: worker.refusals)
             assert worker.states[0].state == "stopped"
             assert worker.refusals[0].code == "engine_unavailable"
-            host.send(host_link.StartEngine(make_settings(**FAST)))
+            host.start_engine(make_settings(**FAST))
             await worker.wait_for(lambda: worker.states[-1].state == "ready")
             await worker.submit(1, PROMPT)
             await worker.wait_for(lambda: worker.finished)

@@ -221,10 +221,11 @@ def test_a_prompt_that_is_over_what_is_left_is_refused_unused(daemon: Daemon) ->
 
 
 def test_what_was_told_about_coming_back_is_true(fast: Daemon) -> None:
-    """300 tokens at 100 a second, with a second's worth in hand, are a debt of two seconds."""
+    """A prompt of 300 tokens at 100 a second, with a second's worth in hand, is a debt of two seconds."""
     limit(fast, "second", "[tokens]\nper_second = 100\n")
-    assert complete(fast, "second", max_tokens=299).status == 200
-    with infer(fast, "second") as socket:
+    with infer(fast, "second") as first, infer(fast, "second") as socket:
+        first.send(json.dumps({"prompt": [300] * 300, "max_tokens": 1}))
+        wait_until(lambda: fast.tenant("second").used.prompt_tokens == 300)
         begun = time.monotonic()
         refusals = 0
         while True:
@@ -244,6 +245,50 @@ def test_what_was_told_about_coming_back_is_true(fast: Daemon) -> None:
         assert refusals > 5
         assert promised_s - 0.1 < took_s < promised_s + 0.5
         assert 1.0 < promised_s <= 2.1
+
+
+def test_tokens_come_at_the_rate_that_the_tenant_has(fast: Daemon) -> None:
+    """The engine paces them, so that a stream is slow and not cut: 50 a second, after a fifth of a second's worth."""
+    limit(fast, "paced", "[tokens]\nper_second = 50\n")
+    begun = time.monotonic()
+    assert complete(fast, "paced", max_tokens=110).status == 200
+    took_s = time.monotonic() - begun
+    assert 1.9 < took_s < 4.0
+    counted = fast.tenant("paced").engine
+    assert counted is not None
+    assert counted.output_tokens == 110
+    assert counted.held_s > 1.5
+
+
+def test_share_of_the_engine_is_one_of_its_time(daemon: Daemon) -> None:
+    """A fifth of the steps, at 50 tokens a second for who has all of them."""
+    limit(daemon, "fifth", '[gpu]\nshare = "20%"\n')
+    begun = time.monotonic()
+    assert complete(daemon, "fifth", max_tokens=25).status == 200
+    took_s = time.monotonic() - begun
+    assert 1.9 < took_s < 4.0
+    counted = daemon.tenant("fifth").engine
+    assert counted is not None
+    assert counted.step_s == pytest.approx(25 / TOKENS_PER_S, rel=0.3)
+
+
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(daemon: Daemon) -> None:
+    limit(daemon, "queued", '[gpu]\nshare = "1%"\n[requests]\nqueue = 3\n')
+    with infer(daemon, "queued") as socket:
+        for number in range(12):
+            socket.send(json.dumps({"id": str(number), "prompt": PROMPT, "max_tokens": 1_000}))
+        refused = 0
+        while not refused:
+            message = json.loads(socket.recv(10))
+            refused += "error" in message
+        assert message["error"]["code"] == "rate_limited"
+        assert "requests.queue" in message["error"]["message"]
+        assert message["error"]["retry_after_ms"] >= 100
+        begun = time.monotonic()
+        retry_s = over(complete(daemon, "queued"), "rate_limited", "requests.queue")
+        assert time.monotonic() - begun < 0.5
+        assert 1 <= retry_s <= 60
+        assert complete(daemon, "acme").status == 200
 
 
 def test_the_context_of_a_tenant(daemon: Daemon) -> None:

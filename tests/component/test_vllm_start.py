@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from seedance.engine.adapter import EngineState, Output
+from seedance.engine.ledger import Ledger
 from seedance.engine.request import Sampling, TenantContext
 from seedance.engine.vllm import VllmAdapter, VllmSettings
 from seedance.errors import EngineDead
@@ -31,7 +32,7 @@ class States:
 
 def start_failure(settings: VllmSettings) -> tuple[str, list[EngineState]]:
     async def run() -> tuple[str, list[EngineState]]:
-        states, adapter = States(), VllmAdapter(settings)
+        states, adapter = States(), VllmAdapter(settings, Ledger.create())
         try:
             with pytest.raises(EngineDead) as caught:
                 await adapter.start(states)
@@ -103,6 +104,6 @@ def test_a_model_that_is_not_there_is_told_before_anything_is_started(tmp_path: 
 
 
 def test_stopping_what_was_never_started_does_nothing(tmp_path: Path) -> None:
-    adapter = VllmAdapter(VllmSettings(model="/m", name="m", run_dir=str(tmp_path)))
+    adapter = VllmAdapter(VllmSettings(model="/m", name="m", run_dir=str(tmp_path)), Ledger.create())
     asyncio.run(adapter.stop())
     assert asyncio.run(adapter.statistics()).state is EngineState.STOPPED

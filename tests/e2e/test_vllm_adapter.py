@@ -7,6 +7,7 @@ on one import of vLLM. vLLM's own answers are computed meanwhile, in a process o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
@@ -26,7 +27,9 @@ from support.tiny_model import tiny_model
 from tokenizers import Tokenizer
 
 from seedance.engine.adapter import EngineState, EngineStatistics, Output
+from seedance.engine.ledger import Ledger
 from seedance.engine.request import FinishReason, ModelInfo, Sampling, TenantContext
+from seedance.engine.scheduling import TenantLimits, TenantStatistics
 from seedance.engine.vllm import VllmAdapter, VllmSettings
 from seedance.errors import EngineDead, EngineError
 
@@ -111,7 +114,8 @@ class Engine:
             dtype="float32",
             cache_dir=str(run_dir / "cache"),
         )
-        self.adapter = VllmAdapter(settings)
+        self.ledger = Ledger.create()
+        self.adapter = VllmAdapter(settings, self.ledger)
         self.events = Generations()
         self.refusal = ""
         self.info: ModelInfo
@@ -303,6 +307,93 @@ def test_aborts_at_any_moment_leave_no_block_behind(engine: Engine) -> None:
     assert statistics.kv_bytes == KV_BYTES
     weights = (engine.model_dir / "model.safetensors").read_bytes()
     assert statistics.weight_bytes == len(weights) - 8 - int.from_bytes(weights[:8], "little")  # all but the header
+
+
+@contextlib.contextmanager
+def limits(engine: Engine, **by_row: TenantLimits) -> Iterator[None]:
+    """Limit tenants for a while: `row_1=TenantLimits(...)`."""
+    rows = {int(name.removeprefix("row_")): given for name, given in by_row.items()}
+    for row, given in rows.items():
+        engine.ledger.set_limits(row, given)
+    engine.ledger.limits_changed()
+    yield
+    for row in rows:
+        engine.ledger.set_limits(row, None)
+    engine.ledger.limits_changed()
+
+
+def of_row(row: int) -> TenantContext:
+    return TenantContext(name=f"t{row}", scheduling_class="gold", cache_salt=f"salt {row}", row=row)
+
+
+async def counted(engine: Engine, row: int) -> TenantStatistics:
+    """Return a tenant's statistics once there are any; they are written every 0.1 s."""
+    async with asyncio.timeout(LIMIT_S):
+        while (statistics := engine.ledger.statistics(row)) is None:
+            await asyncio.sleep(0.05)
+    return statistics
+
+
+def test_held_and_paused_streams_say_the_same_and_the_engine_sleeps_meanwhile(engine: Engine) -> None:
+    async def go(*, is_disturbed: bool) -> list[list[int]]:
+        keys = [engine.submit(prompt, of_row(1), ignore_eos=True) for prompt in PROMPTS]
+        if is_disturbed:
+            await engine.events.wait_steps(3)
+            engine.adapter.set_paused(keys, True)
+            await engine.adapter.statistics()
+            await asyncio.sleep(0.3)
+            steps = engine.ledger.engine()
+            await asyncio.sleep(1.2)
+            later = engine.ledger.engine()
+            assert steps is not None
+            assert later is not None
+            assert later.steps == steps.steps
+            assert later.beat_s > steps.beat_s, "it says that it lives though it has nothing to do"
+            engine.adapter.set_paused(keys, False)
+        return [token_ids(await engine.events.wait_ended(key)) for key in keys]
+
+    plain = engine.run(go(is_disturbed=False))
+    # Room for a burst of 20 tokens, and a debt of two prompts.
+    with limits(engine, row_1=TenantLimits(tokens_per_s=200.0)):
+        began_s = time.monotonic()
+        assert engine.run(go(is_disturbed=True)) == plain
+        took_s = time.monotonic() - began_s
+    held_s = engine.run(counted(engine, 1)).held_s
+    assert took_s > 2.0
+    assert held_s > 1.0
+
+
+def test_a_share_of_the_engine_is_kept_and_the_rest_is_the_others(engine: Engine) -> None:
+    async def go() -> tuple[list[float], float]:
+        keys = [
+            engine.submit(make_prompt(30, n), of_row(row), ignore_eos=True, max_tokens=2000)
+            for n in range(4)
+            for row in (2, 3)
+        ]
+        await asyncio.sleep(2.0)
+        before = [await counted(engine, row) for row in (2, 3)]
+        began_s = time.monotonic()
+        await asyncio.sleep(4.0)
+        after = [await counted(engine, row) for row in (2, 3)]
+        elapsed_s = time.monotonic() - began_s
+        engine.adapter.abort(keys)
+        await engine.statistics_when_idle()
+        return [new.step_s - old.step_s for old, new in zip(before, after, strict=True)], elapsed_s
+
+    with limits(engine, row_2=TenantLimits(share=0.25), row_3=TenantLimits()):
+        used_s, elapsed_s = engine.run(go())
+    shares = [step_s / elapsed_s for step_s in used_s]
+    print(f"shares of {elapsed_s:.1f} s: {shares[0]:.3f} of 0.25, and {shares[1]:.3f}")
+    assert abs(shares[0] - 0.25) < 0.05
+    assert shares[1] > 0.5
+
+
+def test_a_prompt_beyond_a_tenants_kv_blocks_ends_for_its_quota(engine: Engine) -> None:
+    with limits(engine, row_4=TenantLimits(kv_share=0.02)):
+        beyond = engine.run(engine.generate(make_prompt(900), of_row(4)))
+        within = engine.run(engine.generate(make_prompt(100), of_row(4), ignore_eos=True))
+    assert (token_ids(beyond), beyond[-1].finish_reason) == ([], FinishReason.QUOTA_EXCEEDED)
+    assert (len(token_ids(within)), within[-1].finish_reason) == (MAX_TOKENS, FinishReason.LENGTH)
 
 
 def test_a_killed_engine_is_noticed_at_once_and_started_again_from_the_fork_server(engine: Engine) -> None:

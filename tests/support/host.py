@@ -16,7 +16,8 @@ from typing import Any
 from support.batches import all_deltas
 
 from seedance.engine import host_link
-from seedance.engine.channel import Abort, Batch, EngineChanged, Receiver, Refused, Submit, ToWorker, encode
+from seedance.engine.channel import Abort, Batch, EngineChanged, Receiver, Refused, SetPaused, Submit, ToWorker, encode
+from seedance.engine.ledger import Ledger
 from seedance.engine.packets import PacketSocket, pair
 from seedance.engine.request import FinishReason, Sampling, TenantContext
 from seedance.engine.settings import EngineSettings, SyntheticSettings
@@ -31,8 +32,8 @@ def make_settings(**synthetic: Any) -> EngineSettings:
     )
 
 
-def make_tenant(name: str = "acme") -> TenantContext:
-    return TenantContext(name=name, scheduling_class="gold", cache_salt=f"salt of {name}")
+def make_tenant(name: str = "acme", row: int = 0) -> TenantContext:
+    return TenantContext(name=name, scheduling_class="gold", cache_salt=f"salt of {name}", row=row)
 
 
 class WorkerEnd:
@@ -59,6 +60,9 @@ class WorkerEnd:
 
     async def abort(self, *streams: int) -> None:
         await self.send(encode(Abort(list(streams))))
+
+    async def set_paused(self, is_paused: bool, *streams: int) -> None:
+        await self.send(encode(SetPaused(list(streams), is_paused)))
 
     async def send(self, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self.sock, data)
@@ -112,6 +116,7 @@ class HostProcess:
         self.states: list[host_link.EngineChanged] = []
         self.closed_channels: list[host_link.ChannelClosed] = []
         self.link_closed = asyncio.Event()
+        self.ledger = Ledger.create()
         self._changed = asyncio.Event()
         self._queries = itertools.count(1)
         self._answers: dict[int, asyncio.Future[host_link.Statistics]] = {}
@@ -122,16 +127,20 @@ class HostProcess:
     def send(self, message: host_link.ToHost, fds: tuple[int, ...] = ()) -> None:
         self.link.send(host_link.TO_HOST.encode(message), fds)
 
-    def attach(self, channel: int, tenant: str = "acme") -> WorkerEnd:
+    def start_engine(self, settings: EngineSettings) -> None:
+        self.send(host_link.StartEngine(settings), (self.ledger.fd,))
+
+    def attach(self, channel: int, tenant: str = "acme", row: int = 0) -> WorkerEnd:
         ours, theirs = socket.socketpair()
         with theirs:
-            self.send(host_link.Attach(channel, make_tenant(tenant)), (theirs.fileno(),))
+            self.send(host_link.Attach(channel, make_tenant(tenant, row)), (theirs.fileno(),))
         self._workers.append(WorkerEnd(ours))
         return self._workers[-1]
 
     async def close(self) -> None:
         """Close our ends; the process then ends by itself."""
         self.link.close()
+        self.ledger.close()
         for worker in self._workers:
             await worker.close()
 
@@ -180,7 +189,7 @@ async def running_host(settings: EngineSettings | None = None) -> AsyncIterator[
     host = HostProcess(process, ours)
     try:
         if settings is not None:
-            host.send(host_link.StartEngine(settings))
+            host.start_engine(settings)
             await host.wait_ready()
         yield host
     finally:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from seedance.daemon import tokenizer
-from seedance.engine.synthetic import expected_token_ids
+from seedance.engine.synthetic_stream import expected_token_ids
 from seedance.engine.synthetic_vocabulary import decode_bytes, decode_text, encode_text
 
 MODEL = "synthetic"

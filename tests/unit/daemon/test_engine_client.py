@@ -17,6 +17,7 @@ from seedance.engine.channel import (
     EngineChanged,
     Receiver,
     Refused,
+    SetPaused,
     Submit,
     ToHost,
     ToWorker,
@@ -162,7 +163,7 @@ def test_log_probabilities_go_with_their_text() -> None:
 
 
 def test_a_used_up_quota_ends_every_stream_with_what_it_has() -> None:
-    scene = Scene(per_minute=3)
+    scene = Scene(per_minute=4)
     first, first_sink = scene.stream()
     second, second_sink = scene.stream()
     scene.heard()
@@ -173,6 +174,63 @@ def test_a_used_up_quota_ends_every_stream_with_what_it_has() -> None:
     assert (second_sink.text, second_sink.end) == ("b\ufffd", FinishReason.QUOTA_EXCEEDED)
     assert scene.heard() == [Abort([first.number, second.number])]
     assert scene.places == 0
+
+
+def test_a_step_brings_no_more_than_the_quota_has_left() -> None:
+    scene = Scene(per_minute=5)
+    gone, _ = scene.stream()
+    streams = [scene.stream() for _ in range(3)]
+    scene.client.abort([gone])
+    (first, first_sink), (second, second_sink), (third, third_sink) = streams
+    position = TokenLogprobs([99, 98], [-0.5, -1.0], 1)
+    # Two tokens are nobody's, and do not count.
+    scene.say(Batch([Delta(gone.number, [97])], pack_singles([gone.number, 97, first.number, 97, second.number, 98])))
+    assert scene.limiter.remaining(0.0) == 3
+    scene.say(
+        Batch(
+            [Delta(third.number, [99, 99, 99], FinishReason.LENGTH, [position] * 3)],
+            pack_singles([gone.number, 97, first.number, 97, second.number, 98]),
+        )
+    )
+    assert (first_sink.text, second_sink.text, third_sink.text) == ("aa", "bb", "c")
+    assert third_sink.positions == [position]
+    assert {sink.end for _, sink in streams} == {FinishReason.QUOTA_EXCEEDED}
+    assert [stream.output_tokens for stream, _ in streams] == [2, 2, 1]
+    assert scene.limiter.statistics().output_tokens == 5
+
+
+def test_the_engine_is_told_once_of_a_pause() -> None:
+    scene = Scene()
+    first, _ = scene.stream()
+    second, _ = scene.stream()
+    scene.heard()
+    scene.client.set_paused([first], True)
+    scene.client.set_paused([first, second], True)
+    scene.client.abort([second])
+    scene.client.set_paused([first, second], False)
+    scene.client.set_paused([first], False)
+    assert scene.heard() == [
+        SetPaused([first.number], True),
+        SetPaused([second.number], True),
+        Abort([second.number]),
+        SetPaused([first.number], False),
+    ]
+
+
+def test_who_waits_for_a_first_token_is_in_the_queue() -> None:
+    scene = Scene()
+    assert scene.limiter.admit(0.0) is None  # its prompt is being tokenised
+    streams = [scene.stream()[0] for _ in range(3)]
+    assert scene.client.queue_refusal(4) is None
+    refusal = scene.client.queue_refusal(3)
+    assert refusal is not None
+    assert (refusal.code, refusal.limit) == ("rate_limited", "requests.queue")
+    scene.say(Batch([], pack_singles([streams[0].number, 97])))
+    assert scene.client.queue_refusal(3) is None
+    scene.client.abort(streams)
+    assert scene.client.queue_refusal(1) is None
+    assert scene.client.queue_refusal(0) is not None
+    assert scene.client.queue_refusal(None) is None
 
 
 def test_a_refusal_and_an_engines_error_fail_one_stream() -> None:

@@ -28,6 +28,7 @@ from seedance.daemon.tables import (
 )
 from seedance.engine.adapter import EngineState, EngineStatistics
 from seedance.engine.request import ModelInfo
+from seedance.engine.scheduling import TenantStatistics
 from seedance.qos.limiter import LimiterStatistics
 from seedance.qos.quota import Quota, RequestQuota, TokenQuota, load
 from seedance.qos.usage import TenantUsage
@@ -156,6 +157,22 @@ def test_limits_are_shown_as_they_are_written() -> None:
     }
 
 
+ENGINE = TenantStatistics(
+    step_s=12.5,
+    prompt_tokens=1_000,
+    output_tokens=2_000,
+    held_s=3.0,
+    preemptions=2,
+    recomputed_tokens=640,
+    queue_s=2.0,
+    started=8,
+    running=3,
+    waiting=1,
+    kv_blocks=17,
+    is_held=False,
+)
+
+
 def test_a_tenant_shows_what_is_set_what_is_enforced_and_what_is_used() -> None:
     usage = TenantUsage(
         cpu_s=12.34,
@@ -171,9 +188,10 @@ def test_a_tenant_shows_what_is_set_what_is_enforced_and_what_is_used() -> None:
         mark=0x5EED0001,
         usage=usage,
         enforced={"cpu.max": "150000 100000", "egress_bytes_per_s": "6250000"},
+        engine=ENGINE,
     )
     out = io.StringIO()
-    off = {"memory": "no [controller]", "pids": "no [controller]", "gpu": "not applied"}
+    off = {"memory": "no [controller]", "pids": "no [controller]"}
     print_tenant(tenant, "/t/[x]/acme.toml", off, Console(file=out, width=200))
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     for words in (
@@ -192,9 +210,12 @@ def test_a_tenant_shows_what_is_set_what_is_enforced_and_what_is_used() -> None:
         "used memory now: 123MB",
         "used egress: 5,000 bytes in 9 packets",
         "used tokens: 1,000 of prompts, 2,000 of output",
+        "used engine: 12.5 s in its steps, 3.0 s held back",
+        "used engine queue: 0.250 s each, for 8 requests",
+        "used engine preempted: 2 times, 640 tokens read again",
+        "used KV blocks now: 17",
         "not kept: memory.max: no [controller]",
         "not kept: memory.high: no [controller]",
-        "not kept: gpu.share: not applied",
     ):
         assert words in lines, lines
     assert not any("pids" in line for line in lines), "no limit of this tenant"

@@ -34,6 +34,9 @@ class FakeLimits:
         self.in_force = dict(quotas)
 
     def mark(self, tenant: str) -> int:
+        return self.index(tenant) << 16
+
+    def index(self, tenant: str) -> int:
         return sorted(self.in_force).index(tenant) + 1
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from seedance.daemon.control import EngineReport, GatewayReport, StatusReport, TenantStatus
 from seedance.daemon.top import ProcessSample, Rates, Sample, TenantRates, parse_process, rates, table
+from seedance.engine.scheduling import NOTHING_COUNTED
 from seedance.qos.limiter import LimiterStatistics
 from seedance.qos.quota import Quota
 from seedance.qos.usage import TenantUsage
@@ -73,6 +74,8 @@ def test_rates_are_differences_over_the_time_between() -> None:
         ingress_dropped_packets=4,
         rtt_us=2500,
     )
+    before = msgspec.structs.replace(before, engine=msgspec.structs.replace(NOTHING_COUNTED, step_s=1.0, held_s=5.0))
+    after = msgspec.structs.replace(after, engine=msgspec.structs.replace(NOTHING_COUNTED, step_s=1.5, held_s=6.0))
     found = rates(_sample(100.0, before), _sample(102.0, after, processes={44: ProcessSample(cpu_s=5, rss_bytes=4096)}))
     assert (found.elapsed_s, found.engine, found.pid) == (2.0, "ready", 42)
     assert found.tenants == [
@@ -82,6 +85,8 @@ def test_rates_are_differences_over_the_time_between() -> None:
             streams=3,
             prompt_tokens_per_s=20.0,
             output_tokens_per_s=100.0,
+            engine=0.25,
+            held=0.5,
             cpu=0.5,
             throttled=0.25,
             rss_bytes=4096,
@@ -156,6 +161,8 @@ def test_the_table_fits_into_80_columns() -> None:
         streams=1234,
         prompt_tokens_per_s=90_000,
         output_tokens_per_s=9_999,
+        engine=0.25,
+        held=0.75,
         cpu=15.99,
         throttled=1.0,
         rss_bytes=123_456_789,
@@ -170,8 +177,8 @@ def test_the_table_fits_into_80_columns() -> None:
     Console(file=out, width=80).print(table(shown))
     lines = out.getvalue().splitlines()
     head = "seedanced 1.2.3, engine [ready]: 1,234 streams, 199,998 tokens/s, CPU 3198%"
-    busy_row = "1,234 99,999 1599% 100% 123MB 1.0Gbit 98.8Mbit 123.5ms 54,321"
-    idle_row = "idle 0 99,999 1599% 100% - 1.0Gbit 98.8Mbit - 0"
+    busy_row = "1,234 99,999 25% 1599% 100% 123MB 1.0Gbit 98.8Mbit 123.5ms 54,321"
+    idle_row = "idle 0 99,999 25% 1599% 100% - 1.0Gbit 98.8Mbit - 0"
     assert (lines[0].strip(), len(lines)) == (head, 4)
     assert " ".join(lines[2].split()[1:]) == busy_row
     assert " ".join(lines[3].split()) == idle_row

@@ -56,6 +56,16 @@ def test_who_is_left_over_begins_to_wait_anew() -> None:
     assert opens(window, 1, 1000, 9.0) == pytest.approx(9.02, abs=1e-4)
 
 
+def test_who_waits_after_all_were_taken_begins_to_wait_when_it_is_seen() -> None:
+    """As those of a tenant that was held when the others were taken."""
+    window = AdmissionWindow(WindowSettings(max_wait_s=0.02), 0.0)
+    window.request_arrived(0.0)
+    window.requests_taken(0, 0.0)
+    opens_s = window.opens_s(1, 8, 1.0, is_reading=False, now_s=1.0)
+    assert 1.0 < opens_s <= 1.02
+    assert window.opens_s(1, 8, 1.0, is_reading=False, now_s=1.01) == opens_s
+
+
 def test_the_static_window_waits_for_its_number_or_its_time() -> None:
     window = arrived(WindowSettings(static_batch=32, static_wait_s=0.1), [1.0])
     assert opens(window, 31, 0, 1.0) == pytest.approx(1.1, abs=1e-4)

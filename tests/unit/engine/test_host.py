@@ -22,12 +22,15 @@ from seedance.engine.channel import (
     EngineChanged,
     Receiver,
     Refused,
+    SetPaused,
     Submit,
+    ToHost,
     ToWorker,
     encode,
     pack_singles,
 )
 from seedance.engine.host import RESTART_MAX_S, EngineHost, create_adapter
+from seedance.engine.ledger import STREAMS, Ledger
 from seedance.engine.packets import PacketSocket, pair
 from seedance.engine.request import FinishReason, ModelInfo, Sampling, TenantContext
 from seedance.engine.settings import EngineSettings
@@ -47,6 +50,7 @@ class FakeAdapter:
         self.starts: list[float] = []
         self.submitted: list[tuple[int, str, list[int], Sampling]] = []
         self.aborted: list[int] = []
+        self.paused: dict[int, bool] = {}
         self.stopped = 0
         self.fail_start: Exception | None = None
         self.refuse: EngineError | None = None
@@ -69,6 +73,9 @@ class FakeAdapter:
 
     def abort(self, keys: Sequence[int]) -> None:
         self.aborted += keys
+
+    def set_paused(self, keys: Sequence[int], is_paused: bool) -> None:
+        self.paused = {**self.paused, **dict.fromkeys(keys, is_paused)}
 
     async def statistics(self) -> EngineStatistics:
         if self.statistics_never_come:
@@ -104,12 +111,12 @@ class Scene:
             self.link.send(host_link.TO_HOST.encode(host_link.Attach(1, TENANT)), fds)
         await settle()
 
-    async def say(self, *messages: Submit | Abort) -> None:
+    async def say(self, *messages: ToHost) -> None:
         self.worker.sendall(b"".join(map(encode, messages)))
         await settle()
 
-    async def tell(self, message: host_link.ToHost) -> None:
-        self.link.send(host_link.TO_HOST.encode(message))
+    async def tell(self, message: host_link.ToHost, *fds: int) -> None:
+        self.link.send(host_link.TO_HOST.encode(message), fds)
         await settle()
 
     def heard(self) -> list[ToWorker]:
@@ -331,9 +338,31 @@ async def test_end_of_the_link_stops_the_engine_and_aborts_nothing_twice() -> No
 async def test_engine_is_not_started_twice() -> None:
     async with scene() as it:
         settings = EngineSettings(kind="synthetic", name="s")
-        await it.tell(host_link.StartEngine(settings))
+        ledger = Ledger.create()
+        await it.tell(host_link.StartEngine(settings), ledger.fd)
         assert it.adapter.stopped == 1
-        assert isinstance(create_adapter(settings, asyncio.get_running_loop()), SyntheticAdapter)
+        assert isinstance(create_adapter(settings, ledger, asyncio.get_running_loop()), SyntheticAdapter)
+        ledger.close()
+
+
+@run
+async def test_pauses_reach_the_engine_by_its_own_numbers() -> None:
+    async with scene() as it:
+        await it.say(Submit(7, [1], Sampling(max_tokens=3)), Submit(8, [1], Sampling(max_tokens=3)))
+        first, second = (key for key, *_ in it.adapter.submitted)
+        await it.say(SetPaused([7, 99], is_paused=True), SetPaused([8], is_paused=False))
+        assert it.adapter.paused == {first: True, second: False}
+
+
+@run
+async def test_number_of_a_generation_that_lives_is_not_given_again() -> None:
+    async with scene() as it:
+        await it.say(Submit(1, [1], Sampling(max_tokens=3)))
+        it.host._key = it.adapter.submitted[0][0]
+        await it.say(Submit(2, [1], Sampling(max_tokens=3)))
+        keys = [key for key, *_ in it.adapter.submitted]
+        assert len(set(keys)) == 2
+        assert max(keys) < STREAMS
 
 
 @run

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from seedance.engine.adapter import EngineState, Output
+from seedance.engine.ledger import Ledger
 from seedance.engine.request import FinishReason, Sampling
+from seedance.engine.scheduling import TenantLimits
 from seedance.engine.settings import EngineSettings, SyntheticSettings
-from seedance.engine.synthetic import SyntheticEngine, expected_token_ids
+from seedance.engine.synthetic import SyntheticEngine
+from seedance.engine.synthetic_stream import expected_token_ids
 from seedance.engine.synthetic_vocabulary import EOS_ID, VOCAB_SIZE, decode_text, encode_text
 from seedance.errors import EngineError
 
@@ -17,7 +20,9 @@ PROMPT = encode_text("tell me of the river")
 SEED = 11
 
 
-def make_engine(*, max_streams: int = 256, max_model_len: int = 2_000, **synthetic: Any) -> SyntheticEngine:
+def make_engine(
+    *, max_streams: int = 256, max_model_len: int = 2_000, ledger: Ledger | None = None, **synthetic: Any
+) -> SyntheticEngine:
     values = {"seed": SEED, "tokens_per_s": 10.0, "prompt_tokens_per_s": 0.0, **synthetic}
     return SyntheticEngine(
         EngineSettings(
@@ -26,7 +31,8 @@ def make_engine(*, max_streams: int = 256, max_model_len: int = 2_000, **synthet
             max_streams=max_streams,
             max_model_len=max_model_len,
             synthetic=SyntheticSettings(**values),
-        )
+        ),
+        ledger or Ledger.create(),
     )
 
 
@@ -92,7 +98,7 @@ def test_each_stream_gets_its_pace_in_common_steps() -> None:
     engine.submit(1, PROMPT, Sampling(max_tokens=5), 100.0)
     engine.submit(2, PROMPT, Sampling(max_tokens=3), 100.0)
     times = [(round(now - 100, 3), output.key, len(output.token_ids)) for now, output in run(engine)]
-    assert times == [(step / 10, key, 1) for step in range(1, 6) for key in (1, 2) if key == 1 or step <= 3]
+    assert sorted(times) == [(step / 10, key, 1) for step in range(1, 6) for key in (1, 2) if key == 1 or step <= 3]
     assert engine.steps == 5
 
 
@@ -121,10 +127,10 @@ def test_unlimited_pace_is_a_token_a_step() -> None:
 def test_prompts_are_read_one_after_the_other() -> None:
     engine = make_engine(tokens_per_s=100.0, prompt_tokens_per_s=1_000.0)
     engine.submit(1, [5] * 500, Sampling(max_tokens=1), 0.0)
-    engine.submit(2, [6] * 250, Sampling(max_tokens=1), 0.0)
+    engine.submit(2, [6] * 500, Sampling(max_tokens=1), 0.0)
     outputs = run(engine)
     assert [output.key for _, output in outputs] == [1, 2]
-    assert [now for now, _ in outputs] == pytest.approx([0.5, 0.75], abs=0.021)
+    assert [now for now, _ in outputs] == pytest.approx([0.5, 1.0], abs=0.021)
 
 
 def test_streams_over_the_limit_wait_in_order() -> None:
@@ -146,13 +152,13 @@ def test_blocks_follow_the_length() -> None:
     while (due := engine.next_step_at()) is not None:
         engine.step(due)
         used.append(held(engine)[2])
-    assert used == [2, 2, 3, 0]
+    assert used == [2, 2, 2, 0]  # the token that came out last has not been read
 
 
 def test_streams_wait_for_blocks() -> None:
     engine = make_engine(kv_blocks=5)
     engine.submit(1, [1] * 60, Sampling(max_tokens=5), 0.0)
-    engine.submit(2, [1] * 16, Sampling(max_tokens=1), 0.0)
+    engine.submit(2, [1] * 16, Sampling(max_tokens=1), 0.09)
     assert [output.key for output in engine.step(0.1)] == [1]
     assert held(engine) == (1, 1, 4)
     engine.abort([1])
@@ -164,7 +170,7 @@ def test_streams_wait_for_blocks() -> None:
 def test_newest_stream_gives_way_and_goes_on_where_it_was(step_s: float) -> None:
     engine = make_engine(kv_blocks=10, step_s=step_s)
     for key in range(4):
-        engine.submit(key, [*PROMPT, key], Sampling(max_tokens=100), 0.0)
+        engine.submit(key, [*PROMPT, key], Sampling(max_tokens=100), key / 1000)
     outputs = run(engine)
     for key in range(4):
         assert token_ids_of(outputs, key) == expected_token_ids(SEED, [*PROMPT, key], 100)
@@ -254,3 +260,57 @@ def test_abort_ends_without_output_and_frees_all() -> None:
     assert held(engine) == (0, 0, 0)
     assert engine.step(0.2) == []
     assert engine.next_step_at() is None
+
+
+def test_share_is_of_the_steps_and_pauses_take_none() -> None:
+    ledger = Ledger.create()
+    ledger.set_limits(1, TenantLimits(share=0.2))
+    ledger.limits_changed()
+    engine = make_engine(tokens_per_s=100.0, ledger=ledger)
+    for key, row in ((1, 1), (2, 1), (3, 2)):
+        engine.submit(key, PROMPT, Sampling(max_tokens=2_000), 0.0, row)
+    ledger.set_paused(3, True)
+    outputs = run(engine, until=10.0)
+    held = [len(token_ids_of(outputs, key)) for key in (1, 2)]
+    assert held[0] == held[1] == pytest.approx(0.2 * 1_000, abs=10)
+    assert token_ids_of(outputs, 3) == []
+    ledger.set_paused(3, False)
+    assert len(token_ids_of(run(engine, until=20.0), 3)) > 900
+    statistics = ledger.statistics(1)
+    assert statistics is not None
+    assert statistics.step_s == pytest.approx(0.2 * 20, abs=0.2)
+    engine_record = ledger.engine()
+    assert engine_record is not None
+    assert engine_record.beat_s == pytest.approx(20.0, abs=0.2)
+    ledger.close()
+
+
+def test_who_outgrows_its_kv_share_ends_with_what_it_has() -> None:
+    ledger = Ledger.create()
+    ledger.set_limits(1, TenantLimits(kv_share=0.1))
+    ledger.limits_changed()
+    engine = make_engine(tokens_per_s=100.0, kv_blocks=100, ledger=ledger)
+    engine.submit(1, PROMPT, Sampling(max_tokens=1_000), 0.0, 1)
+    outputs = run(engine)
+    assert outputs[-1][1].finish_reason is FinishReason.QUOTA_EXCEEDED
+    assert len(PROMPT) + len(token_ids_of(outputs, 1)) == pytest.approx(10 * 16, abs=16)
+    with pytest.raises(EngineError, match="cannot take the request"):
+        engine.submit(2, [1] * 200, Sampling(max_tokens=1), 20.0, 1)
+    assert held(engine) == (0, 0, 0)
+    ledger.close()
+
+
+@pytest.mark.parametrize("tokens_per_s", [0.0, 10.0])
+def test_an_engine_that_may_run_nobody_looks_once_a_second(tokens_per_s: float) -> None:
+    ledger = Ledger.create()
+    engine = make_engine(tokens_per_s=tokens_per_s, ledger=ledger)
+    engine.submit(1, PROMPT, Sampling(max_tokens=10), 5.0)
+    ledger.set_paused(1, True)
+    assert engine.next_step_at() == pytest.approx(6.0)
+    assert engine.step(6.0) == []
+    assert engine.next_step_at() == pytest.approx(7.0)
+    ledger.set_paused(1, False)
+    due = engine.next_step_at()
+    assert due is not None
+    assert due <= 6.1
+    ledger.close()
