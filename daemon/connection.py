@@ -249,5 +249,5 @@ class HttpConnection:
 
     def ping(self) -> None:
         """Show a sign of life on a streamed answer, unless the client has something to take already."""
-        if not self.flow.backlog_bytes:
+        if not self.flow.waiting_bytes:
             self.write(_PING)

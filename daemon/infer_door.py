@@ -110,7 +110,7 @@ class WebSocketConnection:
             self.flow.abort()
             return
         self._missed += 1
-        if self.web_socket.is_open and not self.flow.backlog_bytes:
+        if self.web_socket.is_open and not self.flow.waiting_bytes:
             self.web_socket.send_ping()
             self._flush()
 

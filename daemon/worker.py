@@ -210,7 +210,7 @@ class Worker:
         """Cut off who has taken nothing for `idle_timeout` of a stream that waits for it, paused or not."""
         stalled, self._stalled = self._stalled, {}
         for connection in list(self._connections):
-            left_bytes = connection.flow.backlog_bytes
+            left_bytes = connection.flow.waiting_bytes
             if not left_bytes or (isinstance(connection, HttpConnection) and connection.http.phase != Phase.STREAMING):
                 continue
             before_bytes, deadline_s = stalled.get(connection, (0, 0.0))

@@ -43,6 +43,10 @@ class Flow(Protocol):
     def backlog_bytes(self) -> int:
         """Bytes accepted by `send` that the kernel has not taken yet."""
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Of these, what waits because the peer reads slowly: 0 for a flow that keeps up."""
+
     def send(self, data: bytes) -> int:
         """Send in order after all that was sent before; nothing is sent on a closed flow, silently.
 

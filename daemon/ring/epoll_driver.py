@@ -59,6 +59,10 @@ class EpollFlow:
     def backlog_bytes(self) -> int:
         return len(self._backlog or b"") + len(self._out or b"")
 
+    @property
+    def waiting_bytes(self) -> int:
+        return len(self._backlog or b"")
+
     def send(self, data: bytes) -> int:
         if self._state:
             return 0

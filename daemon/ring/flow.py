@@ -86,6 +86,10 @@ class RingFlow:
     def backlog_bytes(self) -> int:
         return len(self.backlog or b"") + len(self.out or b"")
 
+    @property
+    def waiting_bytes(self) -> int:
+        return len(self.backlog or b"")
+
     def send(self, data: bytes) -> int:
         if self.state:
             return 0

@@ -101,6 +101,7 @@ def test_a_frame_to_each_keeps_the_order_of_its_flow(any_rig: Rig) -> None:
         flows = [any_rig.flow() for _ in range(4)]
         fds = [flow.fd for flow, _, _ in flows]
         flows[1][0].send(b"before ")
+        assert (flows[1][0].backlog_bytes, flows[1][0].waiting_bytes) == (7, 0), "its turn has not come: nobody is slow"
         flows[3][0].close()
         assert any_rig.driver.send_each(fds, [b"now"] * 4) == []
         assert any_rig.driver.send_each(fds[:2], [b" and again"] * 2) == []
@@ -123,7 +124,7 @@ def test_a_frame_to_each_of_which_some_do_not_keep_up(any_rig: Rig) -> None:
         for frame in frames:
             waiting |= dict(any_rig.driver.send_each(fds, [frame] * 3))
             await asyncio.sleep(0.001)
-        assert waiting[fds[0]] == flows[0][0].backlog_bytes > 400_000
+        assert waiting[fds[0]] == flows[0][0].waiting_bytes == flows[0][0].backlog_bytes > 400_000
         assert await asyncio.gather(*reading) == [BIG[:600_000]] * 2
         assert await any_rig.in_thread(lambda: read_exactly(flows[0][2], 600_000)) == BIG[:600_000]
 
