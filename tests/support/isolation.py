@@ -43,7 +43,6 @@ MEMORY: Final = "96MiB"
 STREAMS: Final = "[tokens]\nstreams = 512\n"
 NETWORK_LIMIT: Final = f'[network]\negress = "8Mbit"\ningress = "4Mbit"\n{STREAMS}'
 MEMORY_LIMIT: Final = f'[memory]\nmax = "{MEMORY}"\n{STREAMS}'
-NONE: Final = STREAMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,7 @@ def limits(cpu: str, egress: str) -> str:
     return f'[cpu]\nmax = "{cpu}"\n[network]\negress = "{egress}"\n{STREAMS}'
 
 
-QUOTAS: Final = {"acme": limits("50%", "8Mbit"), "bolt": NETWORK_LIMIT, "crux": NONE, "dune": MEMORY_LIMIT}
+QUOTAS: Final = {"acme": limits("50%", "8Mbit"), "bolt": NETWORK_LIMIT, "crux": STREAMS, "dune": MEMORY_LIMIT}
 
 HORIZON_S: Final = 2.0
 """What is to leave later than that is dropped (egress.bpf.c)."""

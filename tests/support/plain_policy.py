@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from seedance.engine.scheduling import PolicySettings, Step, TenantLimits, TenantStatistics
+from seedance.engine.scheduling import NOTHING_COUNTED, PolicySettings, Step, TenantLimits, TenantStatistics
 from seedance.engine.states import Key
 
 
@@ -71,18 +71,4 @@ class PlainPolicy:
         return now_s if self._decoding or self._reading or self._waiting else None
 
     def statistics(self, now_s: float) -> dict[int, TenantStatistics]:
-        nothing = TenantStatistics(
-            step_s=0.0,
-            prompt_tokens=0,
-            output_tokens=0,
-            held_s=0.0,
-            preemptions=0,
-            recomputed_tokens=0,
-            queue_s=0.0,
-            started=0,
-            running=0,
-            waiting=0,
-            kv_blocks=0,
-            is_held=False,
-        )
-        return dict.fromkeys(self._rows, nothing)
+        return dict.fromkeys(self._rows, NOTHING_COUNTED)
