@@ -189,13 +189,22 @@ class SendQueue:
         self.sends += count
 
     def settle(self, completions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        """Account for the batch that the last enter submitted; return the completions that are not sends'.
+        """Account for the batch that the last enter submitted, if any; return the completions that are not sends'.
 
         Must come before anything else is sent, so that what a socket did not take stays ahead of what follows.
         """
-        buffer = self._buffer
-        if buffer is None:
-            return completions
+        if self._buffer is not None:
+            completions = self._settle_batch(self._buffer, completions)
+        if self._behind:  # ended ones too, which drop out
+            behind, self._behind = self._behind, []
+            for flow in behind:
+                if flow.out is None:
+                    self.work_off(flow)
+                else:  # it is for a later batch
+                    self._behind.append(flow)
+        return completions
+
+    def _settle_batch(self, buffer: Buffer, completions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         self._buffer = None
         others = [entry for entry in completions if entry[0] >> KIND_SHIFT != KIND_SEND]
         if len(others) != len(completions):
@@ -207,13 +216,6 @@ class SendQueue:
                     if flow is not None:
                         self._fell_short(flow, result, buffer.read(starts[at] + max(result, 0), starts[at + 1]))
         self.pool.complete(buffer, len(self._fds))
-        if self._behind:
-            behind, self._behind = self._behind, []
-            for flow in behind:
-                if flow.out is None:
-                    self.work_off(flow)
-                else:  # it is for a later batch
-                    self._behind.append(flow)
         return others
 
     def _fell_short(self, flow: RingFlow, result: int, rest: bytes) -> None:

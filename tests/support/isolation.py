@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 from support.live import percentile
@@ -71,6 +71,8 @@ MANY: Final = 50
 
 _FILLED_S: Final = 4
 _AT_ONCE: Final = ("chrt", "--fifo", "1")
+Turn = Literal["first", "fair", "last"]
+"""When clients run: before all else, as everybody does, or when nothing else wants to."""
 
 
 def status() -> StatusReport:
@@ -143,13 +145,11 @@ class Running:
 
 
 @contextlib.contextmanager
-def load(clients: Clients, kind: str, key: str, connections: int, *, is_watcher: bool = False) -> Iterator[Running]:
-    """Run clients of a tenant (see `tenant_load`) until the end of the block.
-
-    They run when nothing else does, but a watcher before all else.
-    """
+def load(clients: Clients, kind: str, key: str, connections: int, turn: Turn = "last") -> Iterator[Running]:
+    """Run clients of a tenant (see `tenant_load`) until the end of the block."""
     words = (kind, f"{clients.server}:{PORT}", key, str(connections))
-    place = _AT_ONCE if is_watcher else ("sh", "-c", f'echo 0 > {clients.group}/cgroup.procs && exec "$@"', "sh")
+    last = ("sh", "-c", f'echo 0 > {clients.group}/cgroup.procs && exec "$@"', "sh")
+    place = {"first": _AT_ONCE, "fair": (), "last": last}[turn]
     with clients.namespace:
         process = subprocess.Popen(
             [*place, sys.executable, "-m", "support.tenant_load", *words],
@@ -192,7 +192,11 @@ class Carried:
 def wire_rate(
     clients: Clients, tenant: str, key: str, direction: str, connections: int, seconds: float = SECONDS
 ) -> Carried:
-    """Return what is on the clients' device while a tenant's clients take, or send, what they can."""
+    """Return what is on the clients' device while a tenant's clients take, or send, what they can.
+
+    That begins when they are at the limit. Before that the kernel drops what connections send that all begin at once:
+    how fast each of them may send is known only when it has sent something.
+    """
     kind, count = ("answers", clients.received_bytes) if direction == "egress" else ("bodies", clients.sent_bytes)
     limit = getattr(tenant_status(tenant).quota.network, f"{direction}_bytes_per_s")
 
@@ -200,11 +204,11 @@ def wire_rate(
         found: int = getattr(tenant_usage(tenant), f"{direction}_{what}")
         return found
 
-    dropped = counted("dropped_packets")
-    with load(clients, kind, key, connections):
+    with load(clients, kind, key, connections, "fair"):
         # What a client sends before it is known whose it is, a window of each connection, counts for nobody.
         first = counted("bytes")
         wait_until(lambda: counted("bytes") > first + _FILLED_S * limit, f"{direction} is filled")
+        dropped = counted("dropped_packets")
         bytes_per_s = rate(count, seconds)
         return Carried(bytes_per_s, counted("dropped_packets") - dropped)
 
@@ -301,16 +305,16 @@ def neighbour(
     phases: list[tuple[bool, float, float]] = []
 
     def phase(is_loaded: bool) -> None:
+        time.sleep(_FILLED_S)
         began = time.time()
         time.sleep(seconds)
         phases.append((is_loaded, began, time.time()))
 
     clients.leave_segmenting(is_device=True)
-    with load(clients, "tokens", key, streams, is_watcher=True) as running:
+    with load(clients, "tokens", key, streams, "first") as running:
         for _ in range(pairs):
             phase(False)
             with loads():
-                time.sleep(_FILLED_S)
                 phase(True)
     clients.leave_segmenting(is_device=False)
     arrivals = running.outcome.arrivals

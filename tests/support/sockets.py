@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from seedance.daemon.ring.loop import RingLoop, new_loop
 
 T = TypeVar("T")
 LIMIT_S = 20.0
+REST_S = 0.05
 
 
 class Recorder:
@@ -62,11 +64,15 @@ class Rig:
         self._peers: list[socket.socket] = []
 
     def run(self, main: Callable[[], Awaitable[T]]) -> T:
-        """Run a test's coroutine in the loop; afterwards no buffer may be missing."""
+        """Run a test's coroutine in the loop; afterwards no buffer may be missing, and the loop must be at rest."""
 
         async def bounded() -> T:
             async with asyncio.timeout(LIMIT_S):
-                return await main()
+                result = await main()
+            before_s = time.thread_time()
+            await asyncio.sleep(REST_S)
+            assert time.thread_time() - before_s < REST_S / 5, "the loop goes round though there is nothing to do"
+            return result
 
         result = self.loop.run_until_complete(bounded())
         statistics = self.driver.statistics()

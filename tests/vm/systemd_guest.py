@@ -32,7 +32,18 @@ KERNEL_LINE: Final = (
     "no5lvl no_timer_check systemd.show_status=no systemd.gpt_auto=no"
 )
 HARDWARE: Final = (
-    *("-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-m", "1536", "-nodefaults", "-no-user-config"),
+    *(
+        "-accel",
+        "tcg,thread=multi",
+        "-cpu",
+        "max",
+        "-smp",
+        "2,sockets=1,cores=2",
+        "-m",
+        "1536",
+        "-nodefaults",
+        "-no-user-config",
+    ),
     *("-display", "none", "-nic", "none", "-no-reboot", "-device", "virtio-blk-pci,drive=root"),
     *("-device", "virtio-serial-pci", "-device", "virtserialport,chardev=agent,nr=1,name=agent"),
     *("-serial", "chardev:console", "-mon", "monitor,mode=control"),

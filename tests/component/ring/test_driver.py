@@ -426,6 +426,27 @@ def test_a_reset_while_sends_are_waiting(any_rig: Rig) -> None:
     any_rig.run(main)
 
 
+@pytest.mark.parametrize("end", ["is aborted", "is reset"])
+def test_a_backlog_that_goes_with_its_flow_costs_no_turns(any_rig: Rig, end: str) -> None:
+    """It was worked off piece by piece; its rest must not have the loop look for the next piece for ever."""
+
+    async def main() -> None:
+        ends = []
+        for _ in range(3):
+            flow, recorder, peer = any_rig.flow(tcp=True, send_buffer=8192)
+            for at in range(0, len(BIG), 1000):
+                flow.send(BIG[at : at + 1000])
+            if end == "is aborted":
+                flow.abort()
+            else:
+                _reset(peer)
+            ends.append(recorder)
+        for recorder in ends:
+            await recorder.wait(lambda seen: bool(seen.lost))
+
+    any_rig.run(main)
+
+
 def test_sending_to_a_peer_that_is_gone(any_rig: Rig) -> None:
     async def main() -> None:
         flow, recorder, peer = any_rig.flow(tcp=True)

@@ -54,10 +54,10 @@ def test_the_wire_carries_what_the_file_says(
 
 
 def test_memory_ends_the_culprit_alone(service: Service, clients: Clients) -> None:
-    others = {name: isolation.tenant_status(name).worker_pid for name in ("acme", "bolt", "crux")}
     kills = isolation.tenant_usage("dune").oom_kills
-    with isolation.load(clients, "tokens", service.keys["crux"], 2, is_watcher=True) as neighbour:
-        others["crux"] = isolation.tenant_status("crux").worker_pid
+    with isolation.load(clients, "tokens", service.keys["crux"], 2, "first") as neighbour:
+        wait_until(lambda: isolation.tenant_status("crux").worker_pid, "the neighbour has a worker")
+        others = {name: isolation.tenant_status(name).worker_pid for name in ("acme", "bolt", "crux")}
         with isolation.load(clients, "hoard", service.keys["dune"], 30) as hoard:
             wait_until(lambda: isolation.tenant_usage("dune").oom_kills > kills, "dune is over its memory")
             wait_until(lambda: isolation.tenant_status("dune").worker_pid, "dune has a worker again")
