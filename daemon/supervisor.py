@@ -252,6 +252,7 @@ class Supervisor:
                 detail=engine.detail,
                 model=engine.model,
                 statistics=self._processes.engine_statistics,
+                steps=self._processes.engine_limits.steps(time.monotonic()),
             ),
             gateway=self._processes.gateway_report,
             processes=[

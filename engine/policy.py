@@ -385,6 +385,7 @@ class Policy:
         return TenantStatistics(
             step_s=tenant.step_s,
             prompt_tokens=tenant.prompt_tokens,
+            cached_tokens=tenant.cached_tokens,
             output_tokens=tenant.output_tokens,
             held_s=tenant.held_s + (now_s - tenant.held_since_s if tenant.is_held and tenant.has_work else 0.0),
             preemptions=tenant.preemptions,

@@ -89,12 +89,14 @@ class Step(msgspec.Struct):
 class TenantStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the tenant became known; the present values are `running`, `waiting`, `kv_blocks`, `is_held`.
 
-    `step_s` is engine time charged. `prompt_tokens` counts those read, again or not; `recomputed_tokens` had been
-    computed before a preemption. `queue_s` sums the waits of the `started` requests for their first slot.
+    `step_s` is engine time charged. `prompt_tokens` counts those read, again or not; `cached_tokens` of prompts were in
+    the prefix cache and need not be; `recomputed_tokens` had been computed before a preemption. `queue_s` sums the
+    waits of the `started` requests for their first slot.
     """
 
     step_s: float
     prompt_tokens: int
+    cached_tokens: int
     output_tokens: int
     held_s: float
     preemptions: int
@@ -110,6 +112,7 @@ class TenantStatistics(msgspec.Struct, frozen=True, kw_only=True):
 NOTHING_COUNTED: Final = TenantStatistics(
     step_s=0.0,
     prompt_tokens=0,
+    cached_tokens=0,
     output_tokens=0,
     held_s=0.0,
     preemptions=0,

@@ -110,6 +110,7 @@ class Tenant:
 
     __slots__ = (
         "blocks",
+        "cached_tokens",
         "credit",
         "group",
         "held_s",
@@ -172,6 +173,7 @@ class Tenant:
         self.usage = 0.0
         self.step_s = 0.0
         self.prompt_tokens = 0
+        self.cached_tokens = 0
         self.output_tokens = 0
         self.held_s = 0.0
         self.preemptions = 0

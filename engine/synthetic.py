@@ -41,6 +41,8 @@ _CATCH_UP_S: Final = 0.25
 _STEP_TOKENS: Final = 1 << 24
 # So soon it looks for news of the ledger when nobody may run.
 _LOOK_S: Final = 1.0
+# How often an engine without anything to run gives a sign of life.
+_BEAT_S: Final = 1.0
 # What a step costs where there is no pace: a pause between two of them was none.
 _LONGEST_STEP_S: Final = 0.05
 
@@ -136,6 +138,10 @@ class SyntheticEngine:
                 self._end(stream)
         self._rest()
         return outputs
+
+    def beat(self, now: float) -> None:
+        """Give a sign of life in the ledger, as steps do by themselves."""
+        self._scheduler.tell(max(self._now, now))
 
     def statistics(self, state: EngineState) -> EngineStatistics:
         """Return a snapshot; the engine itself does not know its state."""
@@ -258,6 +264,7 @@ class SyntheticAdapter:
         self._engine = SyntheticEngine(self._settings, ledger)
         self._events: EngineEvents | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._beat_timer: asyncio.TimerHandle | None = None
         self._state = EngineState.STOPPED
 
     async def start(self, events: EngineEvents) -> ModelInfo:
@@ -265,6 +272,7 @@ class SyntheticAdapter:
         self._events = events
         self._engine = SyntheticEngine(self._settings, self._ledger)
         self._state = EngineState.READY
+        self._beat()
         return ModelInfo(
             name=self._settings.name,
             tokenizer_dir="",
@@ -297,9 +305,18 @@ class SyntheticAdapter:
 
     async def stop(self) -> None:
         """Drop every generation."""
+        self._end(EngineState.STOPPED)
+
+    def _end(self, state: EngineState) -> None:
         self._disarm()
-        self._state = EngineState.STOPPED
+        if self._beat_timer is not None:
+            self._beat_timer.cancel()
+        self._state = state
         self._engine = SyntheticEngine(self._settings, self._ledger)
+
+    def _beat(self) -> None:
+        self._engine.beat(self._loop.time())
+        self._beat_timer = self._loop.call_later(_BEAT_S, self._beat)
 
     def _arm(self) -> None:
         """Set the timer to the next step; one that is due no later is left alone."""
@@ -321,9 +338,7 @@ class SyntheticAdapter:
             self._events.step_completed(outputs)
         steps = self._settings.synthetic.die_after_steps
         if steps and self._engine.steps >= steps:
-            self._disarm()
-            self._state = EngineState.DEAD
-            self._engine = SyntheticEngine(self._settings, self._ledger)
+            self._end(EngineState.DEAD)
             self._events.state_changed(EngineState.DEAD, f"cannot go on: rehearsed death after {steps} steps")
             return
         self._arm()

@@ -90,7 +90,18 @@ def test_cached_tokens_are_not_read() -> None:
     policy.step_scheduled({"x": 20}, 0.0, {"x": 80})
     policy.step_ended(0.01)
     entry = policy.statistics(0.01)[1]
-    assert (entry.prompt_tokens, entry.output_tokens) == (20, 1)
+    assert (entry.prompt_tokens, entry.cached_tokens, entry.output_tokens) == (20, 80, 1)
+
+
+def test_what_a_preempted_request_finds_in_the_cache_is_no_hit() -> None:
+    policy = Policy(settings(), 0.0)
+    policy.submitted("x", 1, 100, 10, 0.0)
+    for now_s, cached in ((0.0, 80), (0.1, 96)):
+        policy.step_begins(now_s, 100, 8)
+        policy.step_scheduled({"x": 100 - cached}, now_s, {"x": cached})
+        policy.step_ended(now_s + 0.01)
+        policy.preempted("x")
+    assert policy.statistics(0.2)[1].cached_tokens == 80
 
 
 def test_what_was_not_scheduled_is_planned_anew() -> None:
