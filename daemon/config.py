@@ -150,6 +150,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                    of a GPU's memory.
     max_model_len  most prompt and output tokens of one stream; the model's own without it.
     max_streams    streams computed at once (vLLM's max_num_seqs).
+    queue          requests of all tenants that may wait for their first token; no bound without it. Of a full queue
+                   each tenant that waits may have an equal part.
     threads        CPU threads for computing; all processors but one without it. A GPU does not use them.
     enforce_eager  true skips CUDA graphs and compilation: a quicker start, slower steps. The default on a CPU.
     dtype          "auto", "bfloat16", "float16" or "float32".
@@ -286,6 +288,7 @@ SCHEMA: Final[Schema] = {
         "kv": Field("kv_bytes", above_zero(units.parse_size)),
         "max_model_len": Field("max_model_len", whole(2, 1 << 30)),
         "max_streams": Field("max_streams", whole(1, 65_536)),
+        "queue": Field("queue", whole(1, 65_536)),
         "threads": Field("threads", whole(1, 4096)),
         "enforce_eager": Field("enforce_eager", flag),
         "dtype": Field("dtype", one_of(["auto", "bfloat16", "float16", "float32"])),

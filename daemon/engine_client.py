@@ -22,6 +22,7 @@ from seedance.engine.channel import (
     Batch,
     Delta,
     EngineChanged,
+    QueueBound,
     Receiver,
     SetPaused,
     Submit,
@@ -88,12 +89,16 @@ class EngineClient:
             self._flow.abort()
             self._lose_all(_GONE)
         self._receiver = Receiver(ToWorker)
+        self._queue.bound = QueueBound(None, 0.0)
         self._flow = self._driver.open(fd, self)
 
-    def queue_refusal(self, limit: int | None) -> Refusal | None:
-        """Say why no request is taken while so many wait for their first token, from the moment they were admitted."""
+    def queue_refusal(self, limit: int | None, streams: int = 1) -> Refusal | None:
+        """Say why no request of so many streams is taken: too many wait for their first token.
+
+        They do from the moment that they were admitted. `limit` is the tenant's own.
+        """
         waiting = self._limiter.statistics().streams - (len(self._streams) - len(self._unstarted))
-        return self._queue.refusal(waiting, limit, self._clock())
+        return self._queue.refusal(waiting, limit, self._clock(), streams)
 
     def submit(self, stream: Stream, prompt_token_ids: list[int], sampling: Sampling) -> None:
         """Begin a stream, which has its place in the limiter already; its prompt has been charged."""
@@ -184,10 +189,13 @@ class EngineClient:
                 if message.state == EngineState.DEAD:
                     self.end_all(_GONE)  # what was submitted before this was read may have reached the next engine
                 self._engine_changed(message)
+            elif isinstance(message, QueueBound):
+                self._queue.bound = message
             else:
                 stream = self._streams.get(message.stream)
                 if stream is not None and self._remove(stream):
-                    stream.sink.stream_failed(ApiError(message.code, message.message))
+                    error = ApiError(message.code, message.message, retry_after_s=message.retry_after_s)
+                    stream.sink.stream_failed(error)
 
     def eof_received(self) -> None:
         if self._flow is not None:

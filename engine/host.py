@@ -21,6 +21,7 @@ from typing import Final
 from seedance.engine import host_link
 from seedance.engine.adapter import EngineAdapter, EngineState, EngineStatistics, Output
 from seedance.engine.channel import Abort, Delta, EngineChanged, Refused, Submit, ToHost
+from seedance.engine.engine_queue import EngineQueue
 from seedance.engine.host_channel import Channel, Generation
 from seedance.engine.ledger import STREAMS, Ledger
 from seedance.engine.packets import PacketSocket
@@ -85,6 +86,7 @@ class EngineHost:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._ledger: Ledger | None = None
+        self._queue = EngineQueue(0)
         self._channels: dict[int, Channel] = {}
         self._generations: dict[int, Generation] = {}
         self._key = 0
@@ -103,9 +105,10 @@ class EngineHost:
         """Make `serve` return; idempotent."""
         self._stopping.set()
 
-    def start_engine(self, adapter: EngineAdapter) -> None:
-        """Bring an engine up and keep it up; call it once."""
+    def start_engine(self, adapter: EngineAdapter, queue: int = 0) -> None:
+        """Bring an engine up and keep it up; call it once. `queue` bounds the requests that wait, 0 for no bound."""
         self._adapter = adapter
+        self._queue = EngineQueue(queue)
         self._engine_task = self._loop.create_task(self._keep_engine(adapter))
         self._engine_task.add_done_callback(lambda _: self.stop())
 
@@ -114,6 +117,9 @@ class EngineHost:
     def step_completed(self, outputs: Sequence[Output]) -> None:
         """Hand out the outputs of one engine step; the lists in them belong to the host from here."""
         generations = self._generations
+        if self._queue:
+            self._queue.started((output.key for output in outputs), self._loop.time())
+            self._tell_queue()
         touched: list[Channel] = []
         for output in outputs:
             generation = generations.get(output.key)
@@ -180,7 +186,9 @@ class EngineHost:
         self._model = None
         for generation in self._generations.values():
             generation.channel.generations.clear()
+        self._queue.left(self._generations)
         self._generations.clear()
+        self._tell_queue()
         self._engine_died.set()
         self._change(EngineState.DEAD, detail)
 
@@ -202,7 +210,8 @@ class EngineHost:
         if isinstance(message, Submit):
             refusal = self._begin(channel, message)
             if refusal is not None:
-                channel.send(Refused(message.stream, refusal.code, refusal.message))
+                wait_s = self._queue.wait_s(self._loop.time()) if refusal.code == "overloaded" else None
+                channel.send(Refused(message.stream, refusal.code, refusal.message, wait_s))
         elif isinstance(message, Abort):
             self._abort([channel.generations[s] for s in set(message.streams) if s in channel.generations])
             channel.discard(message.streams)
@@ -218,6 +227,12 @@ class EngineHost:
             return EngineError("invalid_request", f"cannot begin stream {message.stream}: the number is in use")
         if len(self._generations) >= STREAMS:
             return EngineError("overloaded", f"cannot generate: the engine has {STREAMS} requests already")
+        if not self._queue.may_join(channel.tenant.name):
+            return EngineError("overloaded", "cannot take this request: the engine's queue is full")
+        return self._submit(channel, message)
+
+    def _submit(self, channel: Channel, message: Submit) -> EngineError | None:
+        assert self._adapter is not None
         key = self._key
         while key in self._generations:
             key = (key + 1) % STREAMS
@@ -230,6 +245,8 @@ class EngineHost:
         except EngineError as exc:
             return exc
         self._generations[key] = channel.generations[message.stream] = generation
+        self._queue.joined(key, channel.tenant.name)
+        self._tell_queue()
         return None
 
     def _abort(self, generations: Iterable[Generation]) -> None:
@@ -240,6 +257,15 @@ class EngineHost:
             del generation.channel.generations[generation.stream]
         if keys and self._adapter is not None:
             self._adapter.abort(keys)
+        self._queue.left(keys)
+        self._tell_queue()
+
+    def _tell_queue(self) -> None:
+        """Tell all workers when the queue has become full, or is no more."""
+        news = self._queue.news(self._loop.time())
+        if news is not None:
+            for channel in self._channels.values():
+                channel.send(news)
 
     def channel_lost(self, channel: Channel, reason: str) -> None:
         """End the generations of a worker that is gone, and tell the supervisor."""
@@ -269,7 +295,7 @@ class EngineHost:
             if self._adapter is not None:
                 raise RemoteProtocolError("cannot start a second engine in one host", 1002)
             self._ledger = Ledger(fds[0])
-            self.start_engine(create_adapter(message.settings, self._ledger, self._loop))
+            self.start_engine(create_adapter(message.settings, self._ledger, self._loop), message.settings.queue)
         elif isinstance(message, host_link.QueryStatistics):
             task = self._loop.create_task(self._answer(message.query))
             self._tasks.add(task)
@@ -284,6 +310,8 @@ class EngineHost:
         channel = Channel(message.channel, message.tenant, sock, self._loop, self)
         self._channels[message.channel] = channel
         channel.send(self._news())
+        if self._queue.told.most is not None:
+            channel.send(self._queue.told)
 
     async def _answer(self, query: int) -> None:
         engine = EngineStatistics(state=self._state, running=len(self._generations), waiting=0)

@@ -31,7 +31,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `max_model_len` 0 takes the model's own; `kv_bytes` is reserved at start. 0 for `kv_bytes` or `threads`, or None for
     `enforce_eager`, leaves the choice to the adapter. `model` is a local directory, or a hub's
     name; empty for the synthetic engine. `run_dir` holds the engine's own sockets and files, private to one host;
-    `cache_dir` is for what it keeps between starts, empty for its default. `offline` forbids it to ask a hub.
+    `cache_dir` is for what it keeps between starts, empty for its default. `queue` bounds the requests of all tenants
+    that wait for their first token, 0 for no bound. `offline` forbids it to ask a hub.
     """
 
     kind: Literal["vllm", "synthetic"]
@@ -40,6 +41,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     run_dir: str = ""
     max_model_len: int = 0
     max_streams: int = 256
+    queue: int = 0
     kv_bytes: int = 0
     threads: int = 0
     enforce_eager: bool | None = None

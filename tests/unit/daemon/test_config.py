@@ -59,6 +59,7 @@ name = "tiny-model"
 kv = "1GiB"
 max_model_len = 4096
 max_streams = 32
+queue = 512
 threads = 2
 enforce_eager = true
 dtype = "float32"
@@ -134,6 +135,7 @@ def test_full_file() -> None:
         kv_bytes=1 << 30,
         max_model_len=4096,
         max_streams=32,
+        queue=512,
         threads=2,
         enforce_eager=True,
         dtype="float32",

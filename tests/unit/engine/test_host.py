@@ -20,6 +20,7 @@ from seedance.engine.channel import (
     Batch,
     Delta,
     EngineChanged,
+    QueueBound,
     Receiver,
     Refused,
     SetPaused,
@@ -136,11 +137,11 @@ async def settle() -> None:
 
 
 @contextlib.asynccontextmanager
-async def scene(*, start: bool = True) -> AsyncIterator[Scene]:
+async def scene(*, start: bool = True, queue: int = 0) -> AsyncIterator[Scene]:
     it = Scene()
     serving = asyncio.create_task(it.host.serve())
     if start:
-        it.host.start_engine(it.adapter)
+        it.host.start_engine(it.adapter, queue)
     await settle()
     await it.attach()
     it.heard()
@@ -375,3 +376,30 @@ async def test_descriptor_where_none_belongs_ends_the_host_and_is_closed() -> No
         await settle()
         assert it.adapter.stopped == 1
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@run
+async def test_a_full_queue_is_told_and_kept() -> None:
+    async with scene(queue=2) as it:
+        sampling = Sampling(max_tokens=3)
+        await it.say(*(Submit(stream, [1], sampling) for stream in (1, 2, 3)))
+        full, refused = it.heard()
+        assert full == QueueBound(1, 0.0)
+        assert isinstance(refused, Refused)
+        assert (refused.stream, refused.code, refused.retry_after_s) == (3, "overloaded", 1.0)
+        first, second = (key for key, *_ in it.adapter.submitted)
+        it.host.step_completed([Output(first, [7])])
+        free, batch = it.heard()
+        assert isinstance(free, QueueBound) and isinstance(batch, Batch)
+        assert free.most is None
+        assert free.starts_per_s > 0
+        await it.say(Submit(4, [1], sampling))
+        assert [type(message) for message in it.heard()] == [QueueBound]
+        await it.say(Abort([4]))
+        assert it.heard() == [QueueBound(None, free.starts_per_s)]
+        await it.say(Submit(5, [1], sampling))
+        it.adapter.events.state_changed(EngineState.DEAD, "killed")
+        *_, told, dead = it.heard()
+        assert isinstance(told, QueueBound) and isinstance(dead, EngineChanged)
+        assert told.most is None, "those that waited are gone"
+        assert second not in it.adapter.aborted
