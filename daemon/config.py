@@ -169,6 +169,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     `[classes.NAME]`: scheduling classes that tenant files name; `classes` holds the built-in ones too.
 
     weight  against the other classes: of a contended step, twice the weight gets twice the time.
+    priority
+            0 to 3; where all of `engine.max_streams` run, a request takes the place of one of lower priority, which
+            goes on later. 0 without it.
     cpu, memory, network, gpu, tokens, requests, session
             tables as in a tenant file, for what such a file leaves out.
     """

@@ -30,7 +30,7 @@ from seedance.engine.channel import (
     encode,
     pack_singles,
 )
-from seedance.engine.request import FinishReason, Sampling
+from seedance.engine.request import NOT_URGENT, FinishReason, Sampling, Urgency
 from seedance.errors import RemoteProtocolError
 from seedance.qos.limiter import Refusal, TenantLimiter
 
@@ -100,12 +100,14 @@ class EngineClient:
         waiting = self._limiter.statistics().streams - (len(self._streams) - len(self._unstarted))
         return self._queue.refusal(waiting, limit, self._clock(), streams)
 
-    def submit(self, stream: Stream, prompt_token_ids: list[int], sampling: Sampling) -> None:
+    def submit(
+        self, stream: Stream, prompt_token_ids: list[int], sampling: Sampling, urgency: Urgency = NOT_URGENT
+    ) -> None:
         """Begin a stream, which has its place in the limiter already; its prompt has been charged."""
         self._number = (self._number + 1) % 2**32
         stream.number = self._number
         self._streams[stream.number] = self._unstarted[stream.number] = stream
-        self._send(Submit(stream.number, prompt_token_ids, sampling))
+        self._send(Submit(stream.number, prompt_token_ids, sampling, urgency))
 
     def bypass(self, stream: Stream, fd: int, fell_behind: Callable[[int], None]) -> None:
         """Send what `plain_frame` makes of a plain token's text straight to the flow of `fd`, past the stream's sink.

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Generic, TypeVar
 
 import msgspec
 
-from seedance.engine.request import FinishReason, ModelInfo, Sampling, TokenLogprobs
+from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, TokenLogprobs, Urgency
 from seedance.errors import RemoteProtocolError
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
@@ -28,6 +28,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True):
     stream: StreamNumber
     prompt_token_ids: list[int]
     sampling: Sampling
+    urgency: Urgency = NOT_URGENT
 
 
 class Abort(msgspec.Struct, tag=2, array_like=True, frozen=True):

@@ -239,7 +239,7 @@ class EngineHost:
         self._key = (key + 1) % STREAMS
         try:
             generation = Generation(key, channel, message.stream, message.prompt_token_ids, message.sampling)
-            self._adapter.submit(key, channel.tenant, message.prompt_token_ids, message.sampling)
+            self._adapter.submit(key, channel.tenant, message.prompt_token_ids, message.sampling, message.urgency)
         except OverflowError:
             return EngineError("invalid_request", "cannot take the prompt: a token id is not a 32-bit number")
         except EngineError as exc:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -84,3 +84,19 @@ class TenantContext(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str
     row: int = 0
     settings: dict[str, Any] = {}
+
+
+class Urgency(msgspec.Struct, frozen=True, array_like=True):
+    """What may let a request go before others, beside its tenant's class.
+
+    `deadline_s`, on CLOCK_MONOTONIC, is when its first token should be out; None for as soon as may be. `rtt_s` and
+    `rtt_variance_s` are its client's round trip and how far that usually is off, 0 where they are not known.
+    """
+
+    deadline_s: float | None = None
+    rtt_s: float = 0.0
+    rtt_variance_s: float = 0.0
+
+
+NOT_URGENT: Final = Urgency()
+"""A request of which nothing is known."""

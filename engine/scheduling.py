@@ -47,11 +47,12 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
     """A tenant's limits as the scheduler keeps them; None is no limit.
 
-    `weight` is its class's, against other tenants'. `share` is of the engine's time, `kv_share` of its KV blocks.
-    `tokens_per_s` counts prompt and output tokens, those from the prefix cache left out.
+    `weight` and `priority` are its class's, against other tenants'. `share` is of the engine's time, `kv_share` of its
+    KV blocks. `tokens_per_s` counts prompt and output tokens, those from the prefix cache left out.
     """
 
     weight: float = 1.0
+    priority: int = 0
     share: float | None = None
     kv_share: float | None = None
     tokens_per_s: float | None = None
@@ -61,6 +62,7 @@ def limits_of(quota: Quota) -> TenantLimits:
     """Return what of a tenant's quota the scheduler keeps."""
     return TenantLimits(
         weight=quota.weight,
+        priority=quota.priority,
         share=quota.gpu.share,
         kv_share=quota.gpu.kv_share,
         tokens_per_s=quota.tokens.per_second,

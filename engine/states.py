@@ -126,6 +126,7 @@ class Tenant:
         "paused_waiting",
         "preemptions",
         "prefilling",
+        "priority",
         "prompt_tokens",
         "protected",
         "queue",
@@ -150,6 +151,7 @@ class Tenant:
         self.row = row
         self.weight = 1.0
         self.inverse_weight = 1.0
+        self.priority = 0
         self.credit: Bucket | None = None
         self.pace: Bucket | None = None
         self.kv_blocks: int | None = None

@@ -24,7 +24,7 @@ import msgspec
 from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics, Output
 from seedance.engine.admission import WindowSettings
 from seedance.engine.ledger import Ledger
-from seedance.engine.request import FinishReason, ModelInfo, Sampling, TenantContext
+from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, TenantContext, Urgency
 from seedance.engine.scheduling import PolicySettings, Step
 from seedance.engine.settings import EngineSettings
 from seedance.engine.synthetic_stream import Stream
@@ -81,7 +81,15 @@ class SyntheticEngine:
         self.steps = 0
         self.tokens = 0
 
-    def submit(self, key: int, prompt_token_ids: Sequence[int], sampling: Sampling, now: float, row: int = 0) -> None:
+    def submit(
+        self,
+        key: int,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        now: float,
+        row: int = 0,
+        urgency: Urgency = NOT_URGENT,
+    ) -> None:
         """Queue a generation. Raises EngineError when it does not fit into the context or the KV blocks."""
         limit = self._settings.max_model_len
         if not 0 < len(prompt_token_ids) < limit:
@@ -93,7 +101,7 @@ class SyntheticEngine:
             raise EngineError("invalid_request", f"cannot take the prompt: its token ids must be 0 to {VOCAB_SIZE - 1}")
         stream = Stream(key, prompt_token_ids, sampling, self._settings)
         self._now = max(self._now, now)
-        self._scheduler.submitted(key, row, key, stream.length, stream.remaining, self._now)
+        self._scheduler.submitted(key, row, key, stream.length, stream.remaining, self._now, urgency)
         if self._last_step is None:
             self._last_step = self._last_tick = now
         self._streams[key] = stream
@@ -283,10 +291,17 @@ class SyntheticAdapter:
             engine="synthetic",
         )
 
-    def submit(self, key: int, tenant: TenantContext, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+    def submit(
+        self,
+        key: int,
+        tenant: TenantContext,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        urgency: Urgency = NOT_URGENT,
+    ) -> None:
         """Begin a generation."""
         self._ledger.set_paused(key, False)
-        self._engine.submit(key, prompt_token_ids, sampling, self._loop.time(), tenant.row)
+        self._engine.submit(key, prompt_token_ids, sampling, self._loop.time(), tenant.row, urgency)
         self._arm()
 
     def abort(self, keys: Sequence[int]) -> None:

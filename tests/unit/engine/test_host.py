@@ -33,7 +33,7 @@ from seedance.engine.channel import (
 from seedance.engine.host import RESTART_MAX_S, EngineHost, create_adapter
 from seedance.engine.ledger import STREAMS, Ledger
 from seedance.engine.packets import PacketSocket, pair
-from seedance.engine.request import FinishReason, ModelInfo, Sampling, TenantContext
+from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, TenantContext, Urgency
 from seedance.engine.settings import EngineSettings
 from seedance.engine.synthetic import SyntheticAdapter
 from seedance.errors import EngineDead, EngineError
@@ -50,6 +50,7 @@ class FakeAdapter:
     def __init__(self) -> None:
         self.starts: list[float] = []
         self.submitted: list[tuple[int, str, list[int], Sampling]] = []
+        self.urgencies: list[Urgency] = []
         self.aborted: list[int] = []
         self.paused: dict[int, bool] = {}
         self.stopped = 0
@@ -67,9 +68,17 @@ class FakeAdapter:
             raise self.fail_start
         return MODEL
 
-    def submit(self, key: int, tenant: TenantContext, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+    def submit(
+        self,
+        key: int,
+        tenant: TenantContext,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        urgency: Urgency = NOT_URGENT,
+    ) -> None:
         if self.refuse is not None:
             raise self.refuse
+        self.urgencies.append(urgency)
         self.submitted.append((key, tenant.name, list(prompt_token_ids), sampling))
 
     def abort(self, keys: Sequence[int]) -> None:
@@ -403,3 +412,11 @@ async def test_a_full_queue_is_told_and_kept() -> None:
         assert isinstance(told, QueueBound) and isinstance(dead, EngineChanged)
         assert told.most is None, "those that waited are gone"
         assert second not in it.adapter.aborted
+
+
+@run
+async def test_how_urgent_a_request_is_reaches_the_engine() -> None:
+    async with scene() as it:
+        urgent = Urgency(12.5, 0.25, 0.01)
+        await it.say(Submit(1, [1], Sampling(max_tokens=3), urgent), Submit(2, [1], Sampling(max_tokens=3)))
+        assert it.adapter.urgencies == [urgent, NOT_URGENT]
