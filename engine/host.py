@@ -25,6 +25,7 @@ from seedance.engine.engine_queue import EngineQueue
 from seedance.engine.host_channel import Channel, Generation
 from seedance.engine.ledger import STREAMS, Ledger
 from seedance.engine.packets import PacketSocket
+from seedance.engine.recorder import Recorder
 from seedance.engine.request import ModelInfo
 from seedance.engine.settings import EngineSettings
 from seedance.errors import EngineDead, EngineError, RemoteProtocolError
@@ -87,6 +88,7 @@ class EngineHost:
         self._stopping = asyncio.Event()
         self._ledger: Ledger | None = None
         self._queue = EngineQueue(0)
+        self._recorder: Recorder | None = None
         self._channels: dict[int, Channel] = {}
         self._generations: dict[int, Generation] = {}
         self._key = 0
@@ -146,6 +148,8 @@ class EngineHost:
             if output.finish_reason is not None:
                 del generations[output.key]
                 del channel.generations[generation.stream]
+                if self._recorder is not None:
+                    self._recorder.ended(output.key)
         for channel in touched:
             channel.flush()
 
@@ -186,9 +190,8 @@ class EngineHost:
         self._model = None
         for generation in self._generations.values():
             generation.channel.generations.clear()
-        self._queue.left(self._generations)
+        self._forget(self._generations)
         self._generations.clear()
-        self._tell_queue()
         self._engine_died.set()
         self._change(EngineState.DEAD, detail)
 
@@ -246,6 +249,9 @@ class EngineHost:
             return exc
         self._generations[key] = channel.generations[message.stream] = generation
         self._queue.joined(key, channel.tenant.name)
+        if self._recorder is not None:
+            prompt_tokens, most = len(message.prompt_token_ids), message.sampling.max_tokens
+            self._recorder.begun(key, channel.tenant.name, prompt_tokens, most, message.urgency, generation.token_ids)
         self._tell_queue()
         return None
 
@@ -257,7 +263,14 @@ class EngineHost:
             del generation.channel.generations[generation.stream]
         if keys and self._adapter is not None:
             self._adapter.abort(keys)
+        self._forget(keys)
+
+    def _forget(self, keys: Iterable[int]) -> None:
+        """Let generations that ended without a last output go from the queue and into the trace."""
         self._queue.left(keys)
+        if self._recorder is not None:
+            for key in keys:
+                self._recorder.ended(key)
         self._tell_queue()
 
     def _tell_queue(self) -> None:
@@ -295,6 +308,8 @@ class EngineHost:
             if self._adapter is not None:
                 raise RemoteProtocolError("cannot start a second engine in one host", 1002)
             self._ledger = Ledger(fds[0])
+            if message.settings.trace_bytes:
+                self._recorder = Recorder(message.settings.cache_dir, message.settings.trace_bytes, self._loop)
             self.start_engine(create_adapter(message.settings, self._ledger, self._loop), message.settings.queue)
         elif isinstance(message, host_link.QueryStatistics):
             task = self._loop.create_task(self._answer(message.query))
@@ -335,6 +350,8 @@ class EngineHost:
             await asyncio.wait(tasks)
         if self._adapter is not None:
             await self._adapter.stop()
+        if self._recorder is not None:
+            self._recorder.close()
         if self._ledger is not None:
             self._ledger.close()
         self._link.close()

@@ -60,6 +60,7 @@ kv = "1GiB"
 max_model_len = 4096
 max_streams = 32
 queue = 512
+trace = "1MiB"
 threads = 2
 enforce_eager = true
 dtype = "float32"
@@ -136,6 +137,7 @@ def test_full_file() -> None:
         max_model_len=4096,
         max_streams=32,
         queue=512,
+        trace_bytes=1 << 20,
         threads=2,
         enforce_eager=True,
         dtype="float32",
