@@ -158,6 +158,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager  true skips CUDA graphs and compilation: a quicker start, slower steps. The default on a CPU.
     dtype          "auto", "bfloat16", "float16" or "float32".
 
+    `[engine.gpu]`: the part of a GPU that the engine may have, where others share it.
+
+    device   index, UUID of a GPU, or UUID of a MIG instance; the first GPU without it.
+    threads  part of its execution resources, as a percentage. Kept by MPS, where its control daemon runs.
+    memory   of its memory; write `kv` too, so that model and cache fit into it. Kept by MPS.
+
     `[engine.synthetic]`: the engine that has no model; see `SyntheticSettings`.
 
     seed                 of the tokens; the same seed and prompt give the same ones.
@@ -260,6 +266,13 @@ def _read_probability(value: object) -> float:
     return probability
 
 
+def _read_part(value: object) -> float:
+    part = units.parse_percentage(value)
+    if not 0 < part <= 1:
+        raise ValueError(f'cannot take {units.shown(value)} as a part; write something above "0%", "100%" at most')
+    return part
+
+
 def _read_tables(value: object) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ValueError('cannot take a value where tables belong; write e.g. "[classes.night]"')
@@ -298,6 +311,11 @@ SCHEMA: Final[Schema] = {
         "threads": Field("threads", whole(1, 4096)),
         "enforce_eager": Field("enforce_eager", flag),
         "dtype": Field("dtype", one_of(["auto", "bfloat16", "float16", "float32"])),
+        "gpu": {
+            "device": Field("device", text),
+            "threads": Field("threads", _read_part),
+            "memory": Field("memory_bytes", _at_least(1 << 20, units.parse_size, "20GiB")),
+        },
         "synthetic": {
             "seed": Field("seed", whole(0, (1 << 63) - 1)),
             "tokens_per_s": Field("tokens_per_s", _per_second),

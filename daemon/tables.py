@@ -15,6 +15,7 @@ from seedance.daemon.doctor.judge import Finding
 from seedance.daemon.quantities import exact_duration, exact_rate, exact_size, scaled
 from seedance.engine.scheduling import NOTHING_COUNTED
 from seedance.errors import ConfigError
+from seedance.qos.gpu import Gpu
 from seedance.qos.plan import cpu_list, unenforceable
 from seedance.qos.quota import LIMITS, Quota
 from seedance.qos.toml import Field
@@ -23,9 +24,12 @@ from seedance.qos.usage import TenantUsage
 _NONE: Final = "-"
 
 
-def print_status(report: StatusReport, console: Console) -> None:
-    """Print all of a report that a person wants to see at once."""
-    console.print(_overview(report))
+def print_status(report: StatusReport, console: Console, gpus: Sequence[Gpu] = ()) -> None:
+    """Print all of a report that a person wants to see at once; `gpus` are those of this machine."""
+    overview = _overview(report)
+    for gpu in gpus:
+        overview.add_row("GPU", escape(_gpu(gpu)))
+    console.print(overview)
     console.print(_tenants(report.tenants))
     for listener in report.listener_settings:
         settings = ", ".join(f"{key} = {value}" for key, value in listener.settings.items())
@@ -264,6 +268,12 @@ def _steps(steps: StepReport) -> str:
     half, most = (f"{steps.within_s(share) * 1e3:.3g} ms" for share in (0.5, 0.99))
     times = f", half of them within {half}, 99% within {most}" if steps.count else ""
     return f"{steps.count:,}{times}; last sign of life {steps.beat_age_s:.1f} s ago"
+
+
+def _gpu(gpu: Gpu) -> str:
+    busy = "" if gpu.busy is None else f", {gpu.busy:.0%} busy"
+    divided = f", {len(gpu.instances)} MIG instances" if gpu.has_mig else ""
+    return f"{gpu.name}: {scaled(gpu.used_bytes, 'B')} of {scaled(gpu.memory_bytes, 'B')} used{busy}{divided}"
 
 
 def _cached(cached_tokens: int, read_tokens: int) -> str:

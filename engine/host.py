@@ -60,6 +60,7 @@ def create_adapter(settings: EngineSettings, ledger: Ledger, loop: asyncio.Abstr
             dtype=settings.dtype,
             cache_dir=settings.cache_dir,
             offline=settings.offline,
+            gpu=settings.gpu,
         ),
         ledger,
     )

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from seedance.qos.gpu import GpuPart
+
 
 class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the synthetic engine behaves.
@@ -33,7 +35,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     name; empty for the synthetic engine. `run_dir` holds the engine's own sockets and files, private to one host;
     `cache_dir` is for what it keeps between starts, empty for its default. `queue` bounds the requests of all tenants
     that wait for their first token, 0 for no bound. `trace_bytes` of a trace of them are kept in `cache_dir`, 0 for
-    none. `offline` forbids it to ask a hub.
+    none. `offline` forbids it to ask a hub. `gpu` is the part of a GPU that it may have.
     """
 
     kind: Literal["vllm", "synthetic"]
@@ -50,4 +52,5 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     dtype: str = "auto"
     cache_dir: str = ""
     offline: bool = False
+    gpu: GpuPart = GpuPart()
     synthetic: SyntheticSettings = SyntheticSettings()

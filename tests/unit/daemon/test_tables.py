@@ -30,6 +30,7 @@ from seedance.daemon.tables import (
 from seedance.engine.adapter import EngineState, EngineStatistics
 from seedance.engine.request import ModelInfo
 from seedance.engine.scheduling import TenantStatistics
+from seedance.qos.gpu import Gpu, MigInstance
 from seedance.qos.limiter import LimiterStatistics
 from seedance.qos.quota import Quota, RequestQuota, TokenQuota, load
 from seedance.qos.usage import TenantUsage
@@ -114,6 +115,19 @@ def test_status_says_what_the_prefix_cache_is_good_for() -> None:
     ]
     text = _printed(msgspec.structs.replace(REPORT, tenants=tenants))
     assert "prefix cache 3,000 tokens of prompts, 60% of them" in " ".join(text.split())
+
+
+def test_status_shows_the_gpus_of_this_machine() -> None:
+    whole = Gpu(
+        name="H200 [x]", uuid="GPU-1", memory_bytes=150 * 10**9, used_bytes=40 * 10**9, busy=0.93, has_mig=False
+    )
+    parts = tuple(MigInstance(uuid=f"MIG-{n}", memory_bytes=10**9) for n in range(2))
+    divided = msgspec.structs.replace(whole, name="H100", busy=None, has_mig=True, instances=parts)
+    out = io.StringIO()
+    print_status(REPORT, Console(file=out, width=200), [whole, divided])
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert "GPU H200 [x]: 40.0GB of 150GB used, 93% busy" in lines
+    assert "GPU H100: 40.0GB of 150GB used, 2 MIG instances" in lines
 
 
 def test_an_engine_that_has_made_no_step_yet() -> None:
