@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -319,10 +320,16 @@ def test_a_full_engine_refuses_who_has_filled_it_and_no_one_else(small: Daemon) 
             refused += [answer["error"]] if "error" in answer else []
         assert {error["code"] for error in refused} == {"overloaded"}
         assert all(100 <= error["retry_after_ms"] <= 60_000 for error in refused)
-        begun = time.monotonic()
-        response = complete(small, "flood", prompt=PROMPT * 5_000)
-        assert time.monotonic() - begun < 0.5
-        assert (response.status, response.error["code"]) == (503, "overloaded")
+        times = []
+        for _ in range(15):
+            begun = time.monotonic()
+            response = complete(small, "flood", prompt=PROMPT * 5_000)
+            times.append(time.monotonic() - begun)
+            assert (response.status, response.error["code"]) == (503, "overloaded")
+        print(
+            f"refused after {1000 * statistics.median(times):.1f} ms, with a new connection; {1000 * max(times):.1f} at most"
+        )
+        assert statistics.median(times) < 0.05
         assert "the engine's queue is full, and 8 of yours are in it" in response.error["message"]
         assert 1 <= int(response.fields["retry-after"]) <= 60
         assert complete(small, "acme").status == 200
