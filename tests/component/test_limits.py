@@ -327,7 +327,7 @@ def test_a_full_engine_refuses_who_has_filled_it_and_no_one_else(small: Daemon) 
             times.append(time.monotonic() - begun)
             assert (response.status, response.error["code"]) == (503, "overloaded")
         print(
-            f"refused after {1000 * statistics.median(times):.1f} ms, with a new connection; {1000 * max(times):.1f} at most"
+            f"refused after {1000 * statistics.median(times):.1f} ms, connecting too; {1000 * max(times):.1f} at most"
         )
         assert statistics.median(times) < 0.05
         assert "the engine's queue is full, and 8 of yours are in it" in response.error["message"]
