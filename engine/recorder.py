@@ -33,17 +33,18 @@ log = logging.getLogger("seedance.engine.recorder")
 
 
 class _Entry:
-    """A request: what is known of it, and what came out, which grows until it `has_ended`."""
+    """A request: what is known of it, and what comes out, None once it has ended."""
 
-    __slots__ = ("arrival", "has_ended", "output")
+    __slots__ = ("arrival", "output")
 
     def __init__(self, arrival: Arrival, output: Sized) -> None:
         self.arrival = arrival
-        self.output = output
-        self.has_ended = False
+        self.output: Sized | None = output
 
-    def line(self) -> bytes:
-        return encode(msgspec.structs.replace(self.arrival, output_tokens=max(1, len(self.output))))
+    def end(self) -> None:
+        if self.output is not None:
+            self.arrival = msgspec.structs.replace(self.arrival, output_tokens=max(1, len(self.output)))
+            self.output = None
 
 
 class Recording:
@@ -85,7 +86,7 @@ class Recording:
         """Note that a request has ended, however; an unknown one is ignored."""
         entry = self._running.pop(key, None)
         if entry is not None:
-            entry.has_ended = True
+            entry.end()
 
     @property
     def is_pending(self) -> bool:
@@ -98,10 +99,11 @@ class Recording:
         while self._entries:
             number = next(iter(self._entries))
             entry = self._entries[number]
-            if not (entry.has_ended or everything or len(self._entries) > self._most_held):
+            if not (entry.output is None or everything or len(self._entries) > self._most_held):
                 break
             del self._entries[number]
-            lines.append(entry.line())
+            entry.end()
+            lines.append(encode(entry.arrival))
         return lines
 
 
@@ -180,9 +182,9 @@ class Recorder:
 
     def close(self) -> None:
         """Write what there is, and close."""
-        self._write(everything=True)
         if self._timer is not None:
             self._timer.cancel()
+        self._write(everything=True)
         if self._file is not None:
             self._file.close()
             self._file = None
