@@ -150,9 +150,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                    of a GPU's memory.
     max_model_len  most prompt and output tokens of one stream; the model's own without it.
     max_streams    streams computed at once (vLLM's max_num_seqs).
+    queue          requests of all tenants that may wait for their first token; no bound without it. Of a full queue
+                   each tenant that waits may have an equal part.
+    trace          records who asked when for how much, but not what, in `engine/trace.jsonl` below `paths.state`, for
+                   `seedancectl simulate`; this many bytes at most. Not without it.
     threads        CPU threads for computing; all processors but one without it. A GPU does not use them.
     enforce_eager  true skips CUDA graphs and compilation: a quicker start, slower steps. The default on a CPU.
     dtype          "auto", "bfloat16", "float16" or "float32".
+
+    `[engine.gpu]`: the part of a GPU that the engine may have, where others share it.
+
+    device   index, UUID of a GPU, or UUID of a MIG instance; the first GPU without it.
+    threads  part of its execution resources, as a percentage. Kept by MPS, where its control daemon runs.
+    memory   of its memory; write `kv` too, so that model and cache fit into it. Kept by MPS.
 
     `[engine.synthetic]`: the engine that has no model; see `SyntheticSettings`.
 
@@ -167,6 +177,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     `[classes.NAME]`: scheduling classes that tenant files name; `classes` holds the built-in ones too.
 
     weight  against the other classes: of a contended step, twice the weight gets twice the time.
+    priority
+            0 to 3; where all of `engine.max_streams` run, a request takes the place of one of lower priority, which
+            goes on later. 0 without it.
     cpu, memory, network, gpu, tokens, requests, session
             tables as in a tenant file, for what such a file leaves out.
     """
@@ -253,6 +266,13 @@ def _read_probability(value: object) -> float:
     return probability
 
 
+def _read_part(value: object) -> float:
+    part = units.parse_percentage(value)
+    if not 0 < part <= 1:
+        raise ValueError(f'cannot take {units.shown(value)} as a part; write something above "0%", "100%" at most')
+    return part
+
+
 def _read_tables(value: object) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ValueError('cannot take a value where tables belong; write e.g. "[classes.night]"')
@@ -286,9 +306,16 @@ SCHEMA: Final[Schema] = {
         "kv": Field("kv_bytes", above_zero(units.parse_size)),
         "max_model_len": Field("max_model_len", whole(2, 1 << 30)),
         "max_streams": Field("max_streams", whole(1, 65_536)),
+        "queue": Field("queue", whole(1, 65_536)),
+        "trace": Field("trace_bytes", _at_least(64 << 10, units.parse_size, "64MiB")),
         "threads": Field("threads", whole(1, 4096)),
         "enforce_eager": Field("enforce_eager", flag),
         "dtype": Field("dtype", one_of(["auto", "bfloat16", "float16", "float32"])),
+        "gpu": {
+            "device": Field("device", text),
+            "threads": Field("threads", _read_part),
+            "memory": Field("memory_bytes", _at_least(1 << 20, units.parse_size, "20GiB")),
+        },
         "synthetic": {
             "seed": Field("seed", whole(0, (1 << 63) - 1)),
             "tokens_per_s": Field("tokens_per_s", _per_second),

@@ -20,10 +20,11 @@ from seedance.daemon.protocol.head import Limits, Request
 from seedance.daemon.protocol.http import Event, HeadReceived, HttpServer, Phase, RequestReceived, chunk
 from seedance.daemon.ring.driver import Flow
 from seedance.daemon.service import Answer, Service
+from seedance.daemon.urgency import deadline_of
 
 _log = logging.getLogger(__name__)
 _PING = sse.comment("ping")
-_POST_DOORS: dict[str, Callable[[Service, openai_door.Exchange, bytes], Answer]] = {
+_POST_DOORS: dict[str, Callable[[Service, openai_door.Exchange, bytes, int | None], Answer]] = {
     "/v1/chat/completions": openai_door.chat,
     "/v1/completions": openai_door.completion,
 }
@@ -188,7 +189,7 @@ class HttpConnection:
         if door is None:
             self._models(request.path)
             return
-        answer = door(self._owner.service, self, body)
+        answer = door(self._owner.service, self, body, deadline_of(request.headers))
         # A request that was refused at once has been answered already.
         if self.http.phase in (Phase.ANSWERING, Phase.STREAMING):
             self._answer = answer

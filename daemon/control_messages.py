@@ -37,13 +37,39 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
 
 
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The steps of the engine since its start, as it writes them into the ledger; its host need not answer.
+
+    `beat_age_s` is the time since its last sign of life, of which an idle engine gives one a second. `count` steps took
+    `total_s` together; `histogram[n]` of them took less than 2^n microseconds, and no less than half of that.
+    """
+
+    beat_age_s: float
+    count: int
+    total_s: float
+    histogram: list[int]
+
+    def within_s(self, share: float) -> float:
+        """Return a time that this share of the steps took no longer than: the next power of two, in microseconds."""
+        rank, seen = share * sum(self.histogram), 0
+        for place, here in enumerate(self.histogram):
+            seen += here
+            if here and seen >= rank:
+                return float(2**place) / 1e6
+        return 0.0
+
+
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine: its state, what it serves, and what it counts; None where the host does not answer."""
+    """The engine: its state, what it serves, and what it counts; None where the host does not answer.
+
+    `steps` is None while it has given no sign of life.
+    """
 
     state: str
     detail: str
     model: ModelInfo | None
     statistics: EngineStatistics | None
+    steps: StepReport | None = None
 
 
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):

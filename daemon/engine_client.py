@@ -22,6 +22,7 @@ from seedance.engine.channel import (
     Batch,
     Delta,
     EngineChanged,
+    QueueBound,
     Receiver,
     SetPaused,
     Submit,
@@ -29,7 +30,7 @@ from seedance.engine.channel import (
     encode,
     pack_singles,
 )
-from seedance.engine.request import FinishReason, Sampling
+from seedance.engine.request import NOT_URGENT, FinishReason, Sampling, Urgency
 from seedance.errors import RemoteProtocolError
 from seedance.qos.limiter import Refusal, TenantLimiter
 
@@ -88,19 +89,25 @@ class EngineClient:
             self._flow.abort()
             self._lose_all(_GONE)
         self._receiver = Receiver(ToWorker)
+        self._queue.bound = QueueBound(None, 0.0)
         self._flow = self._driver.open(fd, self)
 
-    def queue_refusal(self, limit: int | None) -> Refusal | None:
-        """Say why no request is taken while so many wait for their first token, from the moment they were admitted."""
-        waiting = self._limiter.statistics().streams - (len(self._streams) - len(self._unstarted))
-        return self._queue.refusal(waiting, limit, self._clock())
+    def queue_refusal(self, limit: int | None, streams: int = 1) -> Refusal | None:
+        """Say why no request of so many streams is taken: too many wait for their first token.
 
-    def submit(self, stream: Stream, prompt_token_ids: list[int], sampling: Sampling) -> None:
+        They do from the moment that they were admitted. `limit` is the tenant's own.
+        """
+        waiting = self._limiter.statistics().streams - (len(self._streams) - len(self._unstarted))
+        return self._queue.refusal(waiting, limit, self._clock(), streams)
+
+    def submit(
+        self, stream: Stream, prompt_token_ids: list[int], sampling: Sampling, urgency: Urgency = NOT_URGENT
+    ) -> None:
         """Begin a stream, which has its place in the limiter already; its prompt has been charged."""
         self._number = (self._number + 1) % 2**32
         stream.number = self._number
         self._streams[stream.number] = self._unstarted[stream.number] = stream
-        self._send(Submit(stream.number, prompt_token_ids, sampling))
+        self._send(Submit(stream.number, prompt_token_ids, sampling, urgency))
 
     def bypass(self, stream: Stream, fd: int, fell_behind: Callable[[int], None]) -> None:
         """Send what `plain_frame` makes of a plain token's text straight to the flow of `fd`, past the stream's sink.
@@ -184,10 +191,13 @@ class EngineClient:
                 if message.state == EngineState.DEAD:
                     self.end_all(_GONE)  # what was submitted before this was read may have reached the next engine
                 self._engine_changed(message)
+            elif isinstance(message, QueueBound):
+                self._queue.bound = message
             else:
                 stream = self._streams.get(message.stream)
                 if stream is not None and self._remove(stream):
-                    stream.sink.stream_failed(ApiError(message.code, message.message))
+                    error = ApiError(message.code, message.message, retry_after_s=message.retry_after_s)
+                    stream.sink.stream_failed(error)
 
     def eof_received(self) -> None:
         if self._flow is not None:

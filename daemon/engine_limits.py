@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from seedance.daemon.control_messages import StepReport
 from seedance.engine.ledger import Ledger
 from seedance.engine.scheduling import TenantLimits, TenantStatistics, limits_of
 from seedance.qos.quota import Quota
@@ -42,3 +43,15 @@ class EngineLimits:
     def statistics(self, tenant: str) -> TenantStatistics | None:
         """Return what the engine counts for a tenant; None while it has counted nothing."""
         return self.ledger.statistics(self.row(tenant))
+
+    def steps(self, now_s: float) -> StepReport | None:
+        """Return how the engine's steps go; `now_s` is CLOCK_MONOTONIC. None before its first sign of life."""
+        record = self.ledger.engine()
+        if record is None or not record.beat_s:
+            return None
+        return StepReport(
+            beat_age_s=max(0.0, now_s - record.beat_s),
+            count=record.steps,
+            total_s=record.step_s,
+            histogram=self.ledger.histogram(),
+        )

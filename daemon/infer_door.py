@@ -190,6 +190,7 @@ class InferConnection(WebSocketConnection):
                 raise ApiError("rate_limited", f"cannot run more than {MAX_STREAMS} streams on one connection")
             service.admit(request.model, 1)
             answer = _InferAnswer(self, service, request)
+            answer.urgency = service.urgency(self.flow.fd, request.deadline_ms)
             self._answers = answers
             answers[request.id] = answer
             if request.messages is None:

@@ -54,28 +54,32 @@ class Exchange(Protocol):
         """End the streamed response: the last call."""
 
 
-def chat(service: Service, exchange: Exchange, body: bytes) -> Answer:
+def chat(service: Service, exchange: Exchange, body: bytes, deadline_ms: int | None = None) -> Answer:
     """Serve a chat completion. Raises ApiError when it is refused before anything was sent."""
     request = parse_chat(body)
     service.admit(request.model, request.choices())
-    answer = _answer(service, exchange, request)
+    answer = _answer(service, exchange, request, deadline_ms)
     service.begin_chat(request, answer, add_generation_prompt=request.add_generation_prompt is not False)
     return answer
 
 
-def completion(service: Service, exchange: Exchange, body: bytes) -> Answer:
+def completion(service: Service, exchange: Exchange, body: bytes, deadline_ms: int | None = None) -> Answer:
     """Serve a completion. Raises ApiError when it is refused before anything was sent."""
     request = parse_completion(body)
     prompts: list[Prompt] = list(request.prompts())
     service.admit(request.model, len(prompts) * request.choices())
-    answer = _answer(service, exchange, request)
+    answer = _answer(service, exchange, request, deadline_ms)
     service.begin(request, prompts, answer)
     return answer
 
 
-def _answer(service: Service, exchange: Exchange, request: ChatRequest | CompletionRequest) -> _OpenAIAnswer:
+def _answer(
+    service: Service, exchange: Exchange, request: ChatRequest | CompletionRequest, deadline_ms: int | None
+) -> _OpenAIAnswer:
     kind = _StreamedAnswer if request.stream else _WholeAnswer
-    return kind(service, exchange, request)
+    answer = kind(service, exchange, request)
+    answer.urgency = service.urgency(exchange.flow.fd, deadline_ms)
+    return answer
 
 
 class _OpenAIAnswer(Answer):

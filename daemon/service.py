@@ -21,9 +21,10 @@ from seedance.daemon.sampling_defaults import SamplingDefaults
 from seedance.daemon.stop_strings import StopDetokenizer
 from seedance.daemon.stream import Sink, Stream
 from seedance.daemon.tokenizer import Tokenizer
+from seedance.daemon.urgency import urgency
 from seedance.engine.adapter import EngineState
 from seedance.engine.channel import EngineChanged
-from seedance.engine.request import ModelInfo
+from seedance.engine.request import NOT_URGENT, ModelInfo, Urgency
 from seedance.errors import SeedanceError
 from seedance.qos.limiter import TenantLimiter, check_context
 from seedance.qos.quota import Quota
@@ -36,10 +37,11 @@ INLINE_CHARACTERS: Final = 8192
 class Answer:
     """What becomes of one request; a door subclasses it. Each of its streams ends in a sink from `sink`."""
 
-    __slots__ = ("cancelled", "prompt_tokens", "streams")
+    __slots__ = ("cancelled", "prompt_tokens", "streams", "urgency")
 
     def __init__(self) -> None:
         self.streams: list[Stream] = []
+        self.urgency = NOT_URGENT
         self.prompt_tokens = 0
         self.cancelled = False
 
@@ -105,10 +107,14 @@ class Service:
         model, _ = self.require_engine()
         if model_name is not None:
             require_model(model_name, model.name)
-        refusal = self.engine.queue_refusal(self.quota.requests.queue)
+        refusal = self.engine.queue_refusal(self.quota.requests.queue, choices)
         refusal = refusal or self._limiter.admit(self._loop.time(), choices)
         if refusal is not None:
             raise ApiError(refusal.code, refusal.message, retry_after_s=refusal.retry_after_s)
+
+    def urgency(self, fd: int, deadline_ms: int | None) -> Urgency:
+        """Return the urgency of a request that has just come on the connection `fd`."""
+        return urgency(fd, deadline_ms, self._loop.time())
 
     def begin_chat(
         self, request: ChatRequest | InferRequest, answer: Answer, add_generation_prompt: bool = True
@@ -212,7 +218,7 @@ class Service:
                 stream.hidden_token_ids = parameters.stop_token_ids
             answer.streams.append(stream)
         for stream, (token_ids, parameters) in zip(answer.streams, submits, strict=True):
-            self.engine.submit(stream, token_ids, parameters)
+            self.engine.submit(stream, token_ids, parameters, answer.urgency)
         answer.started()
 
     def _charge_prompt(self, prompt_tokens: int) -> None:

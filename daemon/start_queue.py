@@ -6,40 +6,42 @@ How long a refused client is told to stay away follows from how fast the queue d
 from __future__ import annotations
 
 import math
-from typing import Final
 
+from seedance.engine.channel import QueueBound
+from seedance.engine.drain import DrainRate, wait_s
 from seedance.qos.limiter import Refusal
-
-_RATE_WINDOW_S: Final = 10.0
-_LEAST_WAIT_S: Final = 0.1
-_MOST_WAIT_S: Final = 60.0
-_UNKNOWN_WAIT_S: Final = 1.0
 
 
 class StartQueue:
-    """Counts first tokens; `now` is in seconds of any monotonic clock."""
+    """Counts first tokens; `now` is in seconds of any monotonic clock.
+
+    `bound` is what the engine host has told of the queue of all tenants.
+    """
 
     def __init__(self) -> None:
-        self._starts = 0.0
-        self._at = 0.0
+        self._drain = DrainRate()
+        self.bound = QueueBound(None, 0.0)
 
     def started(self, count: int, now: float) -> None:
         """Count streams whose first token has come."""
-        self._starts = self._starts * self._fade(now) + count
-        self._at = now
+        self._drain.left(count, now)
 
-    def refusal(self, waiting: int, limit: int | None, now: float) -> Refusal | None:
-        """Say why no request is taken while `waiting` ones have had no token; None when one is."""
-        if limit is None or waiting <= limit:
-            return None
-        rate = self._starts * self._fade(now) / _RATE_WINDOW_S
-        wait_s = (waiting - limit) / rate if rate > 0 else _UNKNOWN_WAIT_S
-        wait_s = min(max(wait_s, _LEAST_WAIT_S), _MOST_WAIT_S)
-        text = (
-            f"cannot take this request: {waiting} wait for the engine already, and limit 'requests.queue' is {limit};"
-            f" try again in {math.ceil(wait_s)} s"
-        )
-        return Refusal("requests.queue", "rate_limited", text, wait_s)
-
-    def _fade(self, now: float) -> float:
-        return math.exp((self._at - now) / _RATE_WINDOW_S)
+    def refusal(self, waiting: int, limit: int | None, now: float, streams: int = 1) -> Refusal | None:
+        """Say why a request of so many streams is not taken while `waiting` ones have had no token; None when it is."""
+        if limit is not None and waiting > limit:
+            stay_away_s = wait_s(waiting - limit, self._drain.per_s(now))
+            text = (
+                f"cannot take this request: {waiting} wait for the engine already, and limit 'requests.queue' is"
+                f" {limit}; try again in {math.ceil(stay_away_s)} s"
+            )
+            return Refusal("requests.queue", "rate_limited", text, stay_away_s)
+        most = self.bound.most
+        if most is not None and waiting + streams > most:
+            per_s = self._drain.per_s(now) or self.bound.starts_per_s
+            stay_away_s = wait_s(waiting + streams - most, per_s)
+            text = (
+                f"cannot take this request: the engine's queue is full, and {waiting} of yours are in it;"
+                f" try again in {math.ceil(stay_away_s)} s"
+            )
+            return Refusal("engine.queue", "overloaded", text, stay_away_s)
+        return None

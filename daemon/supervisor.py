@@ -26,6 +26,7 @@ from seedance.daemon.secret import load_secret
 from seedance.daemon.tenants import Changes, TenantTable
 from seedance.daemon.watch import FolderWatch
 from seedance.errors import ConfigError, KernelError
+from seedance.qos.gpu import mps_runs
 from seedance.qos.kernel import KernelLimits
 from seedance.qos.limiter import LimiterStatistics
 from seedance.qos.machine import NetworkSide
@@ -252,6 +253,7 @@ class Supervisor:
                 detail=engine.detail,
                 model=engine.model,
                 statistics=self._processes.engine_statistics,
+                steps=self._processes.engine_limits.steps(time.monotonic()),
             ),
             gateway=self._processes.gateway_report,
             processes=[
@@ -291,6 +293,8 @@ class Supervisor:
         off = dict(self._kernel.off)
         if any(quota.group for quota in self._tenants.quotas.values()):
             off["group"] = "every tenant has a worker of its own in this version"
+        if self._config.engine.gpu.needs_mps and not mps_runs():
+            off["engine.gpu"] = "no MPS control daemon runs, which keeps threads and memory"
         if self._processes.marks_off:
             off["network marks"] = self._processes.marks_off
         return off

@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from seedance.daemon.control import StatusReport, TenantStatus
+from seedance.daemon.control import StatusReport, StepReport, TenantStatus
 from seedance.daemon.doctor.judge import Finding
 from seedance.daemon.quantities import exact_duration, exact_rate, exact_size, scaled
 from seedance.engine.scheduling import NOTHING_COUNTED
 from seedance.errors import ConfigError
+from seedance.qos.gpu import Gpu
 from seedance.qos.plan import cpu_list, unenforceable
 from seedance.qos.quota import LIMITS, Quota
 from seedance.qos.toml import Field
@@ -23,9 +24,12 @@ from seedance.qos.usage import TenantUsage
 _NONE: Final = "-"
 
 
-def print_status(report: StatusReport, console: Console) -> None:
-    """Print all of a report that a person wants to see at once."""
-    console.print(_overview(report))
+def print_status(report: StatusReport, console: Console, gpus: Sequence[Gpu] = ()) -> None:
+    """Print all of a report that a person wants to see at once; `gpus` are those of this machine."""
+    overview = _overview(report)
+    for gpu in gpus:
+        overview.add_row("GPU", escape(_gpu(gpu)))
+    console.print(overview)
     console.print(_tenants(report.tenants))
     for listener in report.listener_settings:
         settings = ", ".join(f"{key} = {value}" for key, value in listener.settings.items())
@@ -135,6 +139,7 @@ def usage_values(tenant: TenantStatus) -> list[tuple[str, str]]:
         ("engine", f"{engine.step_s:.1f} s in its steps, {engine.held_s:.1f} s held back", engine.step_s),
         ("engine queue", queue, engine.started),
         ("engine preempted", preempted, engine.preemptions),
+        ("prefix cache", _cached(engine.cached_tokens, engine.prompt_tokens), engine.cached_tokens),
         ("KV blocks now", f"{engine.kv_blocks:,}", engine.kv_blocks),
         ("CPU", f"{usage.cpu_s:.1f} s", usage.cpu_s),
         ("CPU throttled", throttled, usage.cpu_throttled),
@@ -236,6 +241,14 @@ def _overview(report: StatusReport) -> Table:
         table.add_row("running", f"{counted.running:,} streams, {counted.waiting:,} waiting, {counted.tokens:,} tokens")
         if counted.kv_blocks_total:
             table.add_row("KV blocks", f"{counted.kv_blocks_used or 0:,} of {counted.kv_blocks_total:,} used")
+    if engine.steps is not None:
+        table.add_row("steps", _steps(engine.steps))
+    cached, read = (
+        sum(getattr(tenant.engine or NOTHING_COUNTED, name) for tenant in report.tenants)
+        for name in ("cached_tokens", "prompt_tokens")
+    )
+    if cached:
+        table.add_row("prefix cache", _cached(cached, read))
     table.add_row(
         "gateway",
         f"{gateway.driver or 'not running'}: {gateway.accepted:,} accepted, {gateway.refused:,} refused;"
@@ -249,6 +262,22 @@ def _overview(report: StatusReport) -> Table:
         ),
     )
     return table
+
+
+def _steps(steps: StepReport) -> str:
+    half, most = (f"{steps.within_s(share) * 1e3:.3g} ms" for share in (0.5, 0.99))
+    times = f", half of them within {half}, 99% within {most}" if steps.count else ""
+    return f"{steps.count:,}{times}; last sign of life {steps.beat_age_s:.1f} s ago"
+
+
+def _gpu(gpu: Gpu) -> str:
+    busy = "" if gpu.busy is None else f", {gpu.busy:.0%} busy"
+    divided = f", {len(gpu.instances)} MIG instances" if gpu.has_mig else ""
+    return f"{gpu.name}: {scaled(gpu.used_bytes, 'B')} of {scaled(gpu.memory_bytes, 'B')} used{busy}{divided}"
+
+
+def _cached(cached_tokens: int, read_tokens: int) -> str:
+    return f"{cached_tokens:,} tokens of prompts, {cached_tokens / max(cached_tokens + read_tokens, 1):.0%} of them"
 
 
 def _tenants(tenants: list[TenantStatus]) -> Table:

@@ -20,6 +20,7 @@ from seedance.qos.usage import TenantUsage
 SORTS: Final = ("cpu", "tokens")
 
 _NONE: Final = "-"
+_WIDE: Final = 100
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
@@ -41,7 +42,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 class TenantRates(msgspec.Struct, frozen=True, kw_only=True):
     """What one tenant uses. `cpu` counts cores, `throttled` is the part of cpu.max's periods that ended in waiting.
 
-    `engine` is its part of the engine's time, `held` the part of the time in which it was kept out of the steps.
+    `engine` is its part of the engine's time, `held` the part of the time in which it was kept out of the steps,
+    `cached` the part of its prompts that was in the prefix cache.
 
     `rtt_us` is None where it is not measured, and `rss_bytes` where no worker runs.
     """
@@ -53,6 +55,7 @@ class TenantRates(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_s: float
     engine: float
     held: float
+    cached: float
     cpu: float
     throttled: float
     rss_bytes: int | None
@@ -142,6 +145,8 @@ def _tenant_rates(
     before, after = old.usage or TenantUsage(), new.usage or TenantUsage()
     engine_before, engine = old.engine or NOTHING_COUNTED, new.engine or NOTHING_COUNTED
     drops = after.egress_dropped_packets + after.ingress_dropped_packets
+    cached = rate(engine_before.cached_tokens, engine.cached_tokens)
+    prompt = cached + rate(engine_before.prompt_tokens, engine.prompt_tokens)
     cpu = rate(before.cpu_s, after.cpu_s)
     if not after.cpu_s and new_process and old_process and old.worker_pid == new.worker_pid:  # no group counts it
         cpu = rate(old_process.cpu_s, new_process.cpu_s)
@@ -153,6 +158,7 @@ def _tenant_rates(
         output_tokens_per_s=rate(old.used.output_tokens, new.used.output_tokens),
         engine=rate(engine_before.step_s, engine.step_s),
         held=min(1.0, rate(engine_before.held_s, engine.held_s)),
+        cached=cached / prompt if prompt else 0.0,
         cpu=cpu,
         throttled=min(1.0, rate(before.cpu_throttled, after.cpu_throttled) * CPU_PERIOD_S),
         rss_bytes=new_process.rss_bytes if new_process else None,
@@ -163,8 +169,9 @@ def _tenant_rates(
     )
 
 
-def table(shown: Rates) -> Table:
-    """Return the rates as a table that fits into 80 columns."""
+def table(shown: Rates, width: int = 80) -> Table:
+    """Return the rates as a table that fits into 80 columns; with a wider screen it has more of them."""
+    is_wide = width >= _WIDE
     tokens_per_s = sum(tenant.tokens_per_s for tenant in shown.tenants)
     streams = sum(tenant.streams for tenant in shown.tenants)
     cpu = sum(tenant.cpu for tenant in shown.tenants)
@@ -189,6 +196,7 @@ def table(shown: Rates) -> Table:
         "ingress",
         "RTT",
         "drops/s",
+        *(("held", "cached") if is_wide else ()),
     ):
         made.add_column(name, justify="right", no_wrap=True)
     for tenant in shown.tenants:
@@ -204,5 +212,6 @@ def table(shown: Rates) -> Table:
             scaled(tenant.ingress_bytes_per_s * 8, "bit"),
             _NONE if tenant.rtt_us is None else f"{tenant.rtt_us / 1000:.1f}ms",
             f"{tenant.drops_per_s:,.0f}",
+            *((f"{tenant.held:.0%}", f"{tenant.cached:.0%}") if is_wide else ()),
         )
     return made

@@ -12,7 +12,15 @@ from typing import Protocol
 
 import msgspec
 
-from seedance.engine.request import FinishReason, ModelInfo, Sampling, TenantContext, TokenLogprobs
+from seedance.engine.request import (
+    NOT_URGENT,
+    FinishReason,
+    ModelInfo,
+    Sampling,
+    TenantContext,
+    TokenLogprobs,
+    Urgency,
+)
 
 
 class EngineState(enum.StrEnum):
@@ -73,7 +81,14 @@ class EngineAdapter(Protocol):
     async def start(self, events: EngineEvents) -> ModelInfo:
         """Bring the engine up, warm; return once it can serve. Raises EngineDead when it cannot."""
 
-    def submit(self, key: int, tenant: TenantContext, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+    def submit(
+        self,
+        key: int,
+        tenant: TenantContext,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        urgency: Urgency = NOT_URGENT,
+    ) -> None:
         """Begin generation `key`, below `ledger.STREAMS` and unique while it lives.
 
         Raises EngineError when this request can never run.

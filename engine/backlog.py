@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from seedance.engine.channel import Batch, Delta, EngineChanged, Refused, encode
+from seedance.engine.channel import Batch, Delta, EngineChanged, QueueBound, Refused, encode
 
 # So many tokens go into one batch, that with logprobs it stays far below the channel's limit of a message.
 BATCH_TOKENS: Final = 16_384
@@ -51,7 +51,7 @@ class Backlog:
             if held is not delta:
                 _merge(held, delta)
 
-    def add_message(self, message: EngineChanged | Refused) -> None:
+    def add_message(self, message: EngineChanged | Refused | QueueBound) -> None:
         """Take a message that is not merged; nothing overtakes a change of the engine."""
         data = encode(message)
         self._parts[-1].messages += data

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Generic, TypeVar
 
 import msgspec
 
-from seedance.engine.request import FinishReason, ModelInfo, Sampling, TokenLogprobs
+from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, TokenLogprobs, Urgency
 from seedance.errors import RemoteProtocolError
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
@@ -28,6 +28,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True):
     stream: StreamNumber
     prompt_token_ids: list[int]
     sampling: Sampling
+    urgency: Urgency = NOT_URGENT
 
 
 class Abort(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -87,15 +88,29 @@ class EngineChanged(msgspec.Struct, tag=4, array_like=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """host → worker: this one generation cannot run; `code` is one of the protocol's stable error codes."""
+    """host → worker: this one generation cannot run; `code` is one of the protocol's stable error codes.
+
+    `retry_after_s` is when it might, None where waiting does not help.
+    """
 
     stream: int
     code: str
     message: str
+    retry_after_s: float | None = None
+
+
+class QueueBound(msgspec.Struct, tag=7, array_like=True, frozen=True):
+    """host → worker: the queue for the engine is full, and this tenant may have `most` requests in it; None: it is not.
+
+    `starts_per_s` is how fast it drains, in first tokens of all tenants a second.
+    """
+
+    most: int | None
+    starts_per_s: float
 
 
 ToHost = Submit | Abort | SetPaused
-ToWorker = Batch | EngineChanged | Refused
+ToWorker = Batch | EngineChanged | Refused | QueueBound
 M = TypeVar("M")
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -21,9 +21,11 @@ from typing import Final
 from seedance.engine import host_link
 from seedance.engine.adapter import EngineAdapter, EngineState, EngineStatistics, Output
 from seedance.engine.channel import Abort, Delta, EngineChanged, Refused, Submit, ToHost
+from seedance.engine.engine_queue import EngineQueue
 from seedance.engine.host_channel import Channel, Generation
 from seedance.engine.ledger import STREAMS, Ledger
 from seedance.engine.packets import PacketSocket
+from seedance.engine.recorder import Recorder
 from seedance.engine.request import ModelInfo
 from seedance.engine.settings import EngineSettings
 from seedance.errors import EngineDead, EngineError, RemoteProtocolError
@@ -58,6 +60,7 @@ def create_adapter(settings: EngineSettings, ledger: Ledger, loop: asyncio.Abstr
             dtype=settings.dtype,
             cache_dir=settings.cache_dir,
             offline=settings.offline,
+            gpu=settings.gpu,
         ),
         ledger,
     )
@@ -85,6 +88,8 @@ class EngineHost:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._ledger: Ledger | None = None
+        self._queue = EngineQueue(0)
+        self._recorder: Recorder | None = None
         self._channels: dict[int, Channel] = {}
         self._generations: dict[int, Generation] = {}
         self._key = 0
@@ -103,9 +108,10 @@ class EngineHost:
         """Make `serve` return; idempotent."""
         self._stopping.set()
 
-    def start_engine(self, adapter: EngineAdapter) -> None:
-        """Bring an engine up and keep it up; call it once."""
+    def start_engine(self, adapter: EngineAdapter, queue: int = 0) -> None:
+        """Bring an engine up and keep it up; call it once. `queue` bounds the requests that wait, 0 for no bound."""
         self._adapter = adapter
+        self._queue = EngineQueue(queue)
         self._engine_task = self._loop.create_task(self._keep_engine(adapter))
         self._engine_task.add_done_callback(lambda _: self.stop())
 
@@ -114,6 +120,9 @@ class EngineHost:
     def step_completed(self, outputs: Sequence[Output]) -> None:
         """Hand out the outputs of one engine step; the lists in them belong to the host from here."""
         generations = self._generations
+        if self._queue:
+            self._queue.started((output.key for output in outputs), self._loop.time())
+            self._tell_queue()
         touched: list[Channel] = []
         for output in outputs:
             generation = generations.get(output.key)
@@ -140,6 +149,8 @@ class EngineHost:
             if output.finish_reason is not None:
                 del generations[output.key]
                 del channel.generations[generation.stream]
+                if self._recorder is not None:
+                    self._recorder.ended(output.key)
         for channel in touched:
             channel.flush()
 
@@ -180,6 +191,7 @@ class EngineHost:
         self._model = None
         for generation in self._generations.values():
             generation.channel.generations.clear()
+        self._forget(self._generations)
         self._generations.clear()
         self._engine_died.set()
         self._change(EngineState.DEAD, detail)
@@ -202,7 +214,8 @@ class EngineHost:
         if isinstance(message, Submit):
             refusal = self._begin(channel, message)
             if refusal is not None:
-                channel.send(Refused(message.stream, refusal.code, refusal.message))
+                wait_s = self._queue.wait_s(self._loop.time()) if refusal.code == "overloaded" else None
+                channel.send(Refused(message.stream, refusal.code, refusal.message, wait_s))
         elif isinstance(message, Abort):
             self._abort([channel.generations[s] for s in set(message.streams) if s in channel.generations])
             channel.discard(message.streams)
@@ -218,18 +231,29 @@ class EngineHost:
             return EngineError("invalid_request", f"cannot begin stream {message.stream}: the number is in use")
         if len(self._generations) >= STREAMS:
             return EngineError("overloaded", f"cannot generate: the engine has {STREAMS} requests already")
+        if not self._queue.may_join(channel.tenant.name):
+            return EngineError("overloaded", "cannot take this request: the engine's queue is full")
+        return self._submit(channel, message)
+
+    def _submit(self, channel: Channel, message: Submit) -> EngineError | None:
+        assert self._adapter is not None
         key = self._key
         while key in self._generations:
             key = (key + 1) % STREAMS
         self._key = (key + 1) % STREAMS
         try:
             generation = Generation(key, channel, message.stream, message.prompt_token_ids, message.sampling)
-            self._adapter.submit(key, channel.tenant, message.prompt_token_ids, message.sampling)
+            self._adapter.submit(key, channel.tenant, message.prompt_token_ids, message.sampling, message.urgency)
         except OverflowError:
             return EngineError("invalid_request", "cannot take the prompt: a token id is not a 32-bit number")
         except EngineError as exc:
             return exc
         self._generations[key] = channel.generations[message.stream] = generation
+        self._queue.joined(key, channel.tenant.name)
+        if self._recorder is not None:
+            prompt_tokens, most = len(message.prompt_token_ids), message.sampling.max_tokens
+            self._recorder.begun(key, channel.tenant.name, prompt_tokens, most, message.urgency, generation.token_ids)
+        self._tell_queue()
         return None
 
     def _abort(self, generations: Iterable[Generation]) -> None:
@@ -240,6 +264,22 @@ class EngineHost:
             del generation.channel.generations[generation.stream]
         if keys and self._adapter is not None:
             self._adapter.abort(keys)
+        self._forget(keys)
+
+    def _forget(self, keys: Iterable[int]) -> None:
+        """Let generations that ended without a last output go from the queue and into the trace."""
+        self._queue.left(keys)
+        if self._recorder is not None:
+            for key in keys:
+                self._recorder.ended(key)
+        self._tell_queue()
+
+    def _tell_queue(self) -> None:
+        """Tell all workers when the queue has become full, or is no more."""
+        news = self._queue.news(self._loop.time())
+        if news is not None:
+            for channel in self._channels.values():
+                channel.send(news)
 
     def channel_lost(self, channel: Channel, reason: str) -> None:
         """End the generations of a worker that is gone, and tell the supervisor."""
@@ -269,7 +309,9 @@ class EngineHost:
             if self._adapter is not None:
                 raise RemoteProtocolError("cannot start a second engine in one host", 1002)
             self._ledger = Ledger(fds[0])
-            self.start_engine(create_adapter(message.settings, self._ledger, self._loop))
+            if message.settings.trace_bytes:
+                self._recorder = Recorder(message.settings.cache_dir, message.settings.trace_bytes, self._loop)
+            self.start_engine(create_adapter(message.settings, self._ledger, self._loop), message.settings.queue)
         elif isinstance(message, host_link.QueryStatistics):
             task = self._loop.create_task(self._answer(message.query))
             self._tasks.add(task)
@@ -284,6 +326,8 @@ class EngineHost:
         channel = Channel(message.channel, message.tenant, sock, self._loop, self)
         self._channels[message.channel] = channel
         channel.send(self._news())
+        if self._queue.told.most is not None:
+            channel.send(self._queue.told)
 
     async def _answer(self, query: int) -> None:
         engine = EngineStatistics(state=self._state, running=len(self._generations), waiting=0)
@@ -307,6 +351,8 @@ class EngineHost:
             await asyncio.wait(tasks)
         if self._adapter is not None:
             await self._adapter.stop()
+        if self._recorder is not None:
+            self._recorder.close()
         if self._ledger is not None:
             self._ledger.close()
         self._link.close()

@@ -13,7 +13,17 @@ from collections.abc import Iterable
 from typing import Final, Protocol
 
 from seedance.engine.backlog import Backlog
-from seedance.engine.channel import Batch, Delta, EngineChanged, Receiver, Refused, ToHost, encode, pack_singles
+from seedance.engine.channel import (
+    Batch,
+    Delta,
+    EngineChanged,
+    QueueBound,
+    Receiver,
+    Refused,
+    ToHost,
+    encode,
+    pack_singles,
+)
 from seedance.engine.host_link import ChannelStatistics
 from seedance.engine.request import Sampling, TenantContext
 from seedance.errors import RemoteProtocolError
@@ -99,7 +109,7 @@ class Channel:
             self._batches += 1
             self._send(encode(Batch(deltas, pack_singles(singles))))
 
-    def send(self, message: EngineChanged | Refused) -> None:
+    def send(self, message: EngineChanged | Refused | QueueBound) -> None:
         """Send a message after all that was sent before."""
         if self._unsent:
             self._backlog.add_message(message)

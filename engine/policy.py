@@ -77,6 +77,7 @@ class Policy:
             self._roster.active_weight += limits.weight - tenant.weight
         tenant.weight = limits.weight
         tenant.inverse_weight = 1 / limits.weight
+        tenant.priority = limits.priority  # of its requests from now on
         share = None if limits.share is None or limits.share >= 1 else limits.share
         tenant.credit = self._bucket(tenant.credit, share, 0.0, now_s)
         tenant.slots = None if share is None else max(1, math.ceil(share * self._settings.slots))
@@ -129,16 +130,17 @@ class Policy:
     ) -> None:
         """Take a new request; a tenant that nobody has set has no limits.
 
-        `deadline_s` is when its first token should be out. Raises EngineError when the whole of it does not fit into
-        the KV blocks that there are, or its prompt not into those that its tenant may have.
+        `priority` counts where it is above its tenant's. `deadline_s` is when its first token should be out. Raises
+        EngineError when the whole of it does not fit into the KV blocks that there are, or its prompt not into those
+        that its tenant may have.
         """
         tenant = self._tenant(row)
         self._check_length(tenant, prompt_tokens, max_tokens)
         request = Request(key, tenant, prompt_tokens, max_tokens, now_s)
-        request.priority = priority
+        request.priority = max(priority, tenant.priority)
         request.deadline_s = deadline_s
         request.advance_s = self._advance_s(prompt_tokens + max_tokens, rtt_s, rtt_variance_s)
-        request.order_s = now_s - request.advance_s - self._settings.priority_s * priority
+        request.order_s = now_s - request.advance_s - self._settings.priority_s * request.priority
         if deadline_s is not None:
             request.order_s = max(now_s - self._settings.priority_s, min(request.order_s, deadline_s - 1.0))
         self._recent.pop(tenant, None)
@@ -385,6 +387,7 @@ class Policy:
         return TenantStatistics(
             step_s=tenant.step_s,
             prompt_tokens=tenant.prompt_tokens,
+            cached_tokens=tenant.cached_tokens,
             output_tokens=tenant.output_tokens,
             held_s=tenant.held_s + (now_s - tenant.held_since_s if tenant.is_held and tenant.has_work else 0.0),
             preemptions=tenant.preemptions,

@@ -51,8 +51,8 @@ def victim_for_admission(roster: Roster, now_s: float) -> Request | None:
 def victim_for_slot(requests: Iterable[Request], urgent: Request) -> Request | None:
     """Choose the running request that gives its slot to an urgent one; None when none may be asked.
 
-    It is of a lower class, or of the same tenant and of lower priority. Of the lowest class there, the one asked least
-    often before, with the least to read anew.
+    It is of a lower class, by priority or else by weight, or of the same tenant and of lower priority. Of the lowest
+    class there, the one asked least often before, with the least to read anew.
     """
 
     def yields(request: Request) -> bool:
@@ -60,12 +60,16 @@ def victim_for_slot(requests: Iterable[Request], urgent: Request) -> Request | N
             return False
         if request.tenant is urgent.tenant:
             return request.priority < urgent.priority
-        return request.tenant.weight < urgent.tenant.weight
+        return _class(request.tenant) < _class(urgent.tenant)
 
-    def rank(request: Request) -> tuple[float, int, int, float]:
-        return request.tenant.weight, request.preemptions, request.position, -request.order_s
+    def rank(request: Request) -> tuple[tuple[int, float], int, int, float]:
+        return _class(request.tenant), request.preemptions, request.position, -request.order_s
 
     return min((request for request in requests if yields(request)), key=rank, default=None)
+
+
+def _class(tenant: Tenant) -> tuple[int, float]:
+    return tenant.priority, tenant.weight
 
 
 def preempt(roster: Roster, victim: Request, step: Step) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -84,3 +84,20 @@ class TenantContext(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str
     row: int = 0
     settings: dict[str, Any] = {}
+
+
+class Urgency(msgspec.Struct, frozen=True, array_like=True):
+    """What may let a request go before others, beside its tenant's class.
+
+    `deadline_s`, on CLOCK_MONOTONIC, is when its first token should be out; None for as soon as may be. `rtt_s` and
+    `rtt_variance_s` are its client's round trip and how far that usually is off, 0 where they are not known. All have
+    bounds, so that a channel carries no number that cannot be put in order.
+    """
+
+    deadline_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] | None = None
+    rtt_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    rtt_variance_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+
+
+NOT_URGENT: Final = Urgency()
+"""A request of which nothing is known."""

@@ -85,6 +85,7 @@ class Roster:
         if request.is_protected:
             tenant.protected[request.key] = self.protected[request.key] = request
         if not request.preemptions:
+            tenant.cached_tokens += cached_tokens
             tenant.queue_s += now_s - request.queued_s
             tenant.started += 1
 

@@ -47,11 +47,12 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
     """A tenant's limits as the scheduler keeps them; None is no limit.
 
-    `weight` is its class's, against other tenants'. `share` is of the engine's time, `kv_share` of its KV blocks.
-    `tokens_per_s` counts prompt and output tokens, those from the prefix cache left out.
+    `weight` and `priority` are its class's, against other tenants'. `share` is of the engine's time, `kv_share` of its
+    KV blocks. `tokens_per_s` counts prompt and output tokens, those from the prefix cache left out.
     """
 
     weight: float = 1.0
+    priority: int = 0
     share: float | None = None
     kv_share: float | None = None
     tokens_per_s: float | None = None
@@ -61,6 +62,7 @@ def limits_of(quota: Quota) -> TenantLimits:
     """Return what of a tenant's quota the scheduler keeps."""
     return TenantLimits(
         weight=quota.weight,
+        priority=quota.priority,
         share=quota.gpu.share,
         kv_share=quota.gpu.kv_share,
         tokens_per_s=quota.tokens.per_second,
@@ -89,12 +91,14 @@ class Step(msgspec.Struct):
 class TenantStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the tenant became known; the present values are `running`, `waiting`, `kv_blocks`, `is_held`.
 
-    `step_s` is engine time charged. `prompt_tokens` counts those read, again or not; `recomputed_tokens` had been
-    computed before a preemption. `queue_s` sums the waits of the `started` requests for their first slot.
+    `step_s` is engine time charged. `prompt_tokens` counts those read, again or not; `cached_tokens` of prompts were in
+    the prefix cache and need not be; `recomputed_tokens` had been computed before a preemption. `queue_s` sums the
+    waits of the `started` requests for their first slot.
     """
 
     step_s: float
     prompt_tokens: int
+    cached_tokens: int
     output_tokens: int
     held_s: float
     preemptions: int
@@ -110,6 +114,7 @@ class TenantStatistics(msgspec.Struct, frozen=True, kw_only=True):
 NOTHING_COUNTED: Final = TenantStatistics(
     step_s=0.0,
     prompt_tokens=0,
+    cached_tokens=0,
     output_tokens=0,
     held_s=0.0,
     preemptions=0,

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from seedance.qos.gpu import GpuPart
+
 
 class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the synthetic engine behaves.
@@ -31,7 +33,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `max_model_len` 0 takes the model's own; `kv_bytes` is reserved at start. 0 for `kv_bytes` or `threads`, or None for
     `enforce_eager`, leaves the choice to the adapter. `model` is a local directory, or a hub's
     name; empty for the synthetic engine. `run_dir` holds the engine's own sockets and files, private to one host;
-    `cache_dir` is for what it keeps between starts, empty for its default. `offline` forbids it to ask a hub.
+    `cache_dir` is for what it keeps between starts, empty for its default. `queue` bounds the requests of all tenants
+    that wait for their first token, 0 for no bound. `trace_bytes` of a trace of them are kept in `cache_dir`, 0 for
+    none. `offline` forbids it to ask a hub. `gpu` is the part of a GPU that it may have.
     """
 
     kind: Literal["vllm", "synthetic"]
@@ -40,10 +44,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     run_dir: str = ""
     max_model_len: int = 0
     max_streams: int = 256
+    queue: int = 0
+    trace_bytes: int = 0
     kv_bytes: int = 0
     threads: int = 0
     enforce_eager: bool | None = None
     dtype: str = "auto"
     cache_dir: str = ""
     offline: bool = False
+    gpu: GpuPart = GpuPart()
     synthetic: SyntheticSettings = SyntheticSettings()

@@ -215,6 +215,7 @@ class Simulation:
                 priority=arrival.priority,
                 deadline_s=None if arrival.deadline_s is None else now_s + arrival.deadline_s,
                 rtt_s=arrival.rtt_s,
+                rtt_variance_s=arrival.rtt_variance_s,
             )
         except EngineError:
             tenant.refused += 1

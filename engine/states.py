@@ -110,6 +110,7 @@ class Tenant:
 
     __slots__ = (
         "blocks",
+        "cached_tokens",
         "credit",
         "group",
         "held_s",
@@ -125,6 +126,7 @@ class Tenant:
         "paused_waiting",
         "preemptions",
         "prefilling",
+        "priority",
         "prompt_tokens",
         "protected",
         "queue",
@@ -149,6 +151,7 @@ class Tenant:
         self.row = row
         self.weight = 1.0
         self.inverse_weight = 1.0
+        self.priority = 0
         self.credit: Bucket | None = None
         self.pace: Bucket | None = None
         self.kv_blocks: int | None = None
@@ -172,6 +175,7 @@ class Tenant:
         self.usage = 0.0
         self.step_s = 0.0
         self.prompt_tokens = 0
+        self.cached_tokens = 0
         self.output_tokens = 0
         self.held_s = 0.0
         self.preemptions = 0

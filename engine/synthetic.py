@@ -24,7 +24,7 @@ import msgspec
 from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics, Output
 from seedance.engine.admission import WindowSettings
 from seedance.engine.ledger import Ledger
-from seedance.engine.request import FinishReason, ModelInfo, Sampling, TenantContext
+from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, TenantContext, Urgency
 from seedance.engine.scheduling import PolicySettings, Step
 from seedance.engine.settings import EngineSettings
 from seedance.engine.synthetic_stream import Stream
@@ -41,6 +41,8 @@ _CATCH_UP_S: Final = 0.25
 _STEP_TOKENS: Final = 1 << 24
 # So soon it looks for news of the ledger when nobody may run.
 _LOOK_S: Final = 1.0
+# How often an engine without anything to run gives a sign of life.
+_BEAT_S: Final = 1.0
 # What a step costs where there is no pace: a pause between two of them was none.
 _LONGEST_STEP_S: Final = 0.05
 
@@ -79,7 +81,15 @@ class SyntheticEngine:
         self.steps = 0
         self.tokens = 0
 
-    def submit(self, key: int, prompt_token_ids: Sequence[int], sampling: Sampling, now: float, row: int = 0) -> None:
+    def submit(
+        self,
+        key: int,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        now: float,
+        row: int = 0,
+        urgency: Urgency = NOT_URGENT,
+    ) -> None:
         """Queue a generation. Raises EngineError when it does not fit into the context or the KV blocks."""
         limit = self._settings.max_model_len
         if not 0 < len(prompt_token_ids) < limit:
@@ -91,7 +101,7 @@ class SyntheticEngine:
             raise EngineError("invalid_request", f"cannot take the prompt: its token ids must be 0 to {VOCAB_SIZE - 1}")
         stream = Stream(key, prompt_token_ids, sampling, self._settings)
         self._now = max(self._now, now)
-        self._scheduler.submitted(key, row, key, stream.length, stream.remaining, self._now)
+        self._scheduler.submitted(key, row, key, stream.length, stream.remaining, self._now, urgency)
         if self._last_step is None:
             self._last_step = self._last_tick = now
         self._streams[key] = stream
@@ -136,6 +146,10 @@ class SyntheticEngine:
                 self._end(stream)
         self._rest()
         return outputs
+
+    def beat(self, now: float) -> None:
+        """Give a sign of life in the ledger, as steps do by themselves."""
+        self._scheduler.tell(max(self._now, now))
 
     def statistics(self, state: EngineState) -> EngineStatistics:
         """Return a snapshot; the engine itself does not know its state."""
@@ -258,6 +272,7 @@ class SyntheticAdapter:
         self._engine = SyntheticEngine(self._settings, ledger)
         self._events: EngineEvents | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._beat_timer: asyncio.TimerHandle | None = None
         self._state = EngineState.STOPPED
 
     async def start(self, events: EngineEvents) -> ModelInfo:
@@ -265,6 +280,7 @@ class SyntheticAdapter:
         self._events = events
         self._engine = SyntheticEngine(self._settings, self._ledger)
         self._state = EngineState.READY
+        self._beat()
         return ModelInfo(
             name=self._settings.name,
             tokenizer_dir="",
@@ -275,10 +291,17 @@ class SyntheticAdapter:
             engine="synthetic",
         )
 
-    def submit(self, key: int, tenant: TenantContext, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+    def submit(
+        self,
+        key: int,
+        tenant: TenantContext,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        urgency: Urgency = NOT_URGENT,
+    ) -> None:
         """Begin a generation."""
         self._ledger.set_paused(key, False)
-        self._engine.submit(key, prompt_token_ids, sampling, self._loop.time(), tenant.row)
+        self._engine.submit(key, prompt_token_ids, sampling, self._loop.time(), tenant.row, urgency)
         self._arm()
 
     def abort(self, keys: Sequence[int]) -> None:
@@ -297,9 +320,18 @@ class SyntheticAdapter:
 
     async def stop(self) -> None:
         """Drop every generation."""
+        self._end(EngineState.STOPPED)
+
+    def _end(self, state: EngineState) -> None:
         self._disarm()
-        self._state = EngineState.STOPPED
+        if self._beat_timer is not None:
+            self._beat_timer.cancel()
+        self._state = state
         self._engine = SyntheticEngine(self._settings, self._ledger)
+
+    def _beat(self) -> None:
+        self._engine.beat(self._loop.time())
+        self._beat_timer = self._loop.call_later(_BEAT_S, self._beat)
 
     def _arm(self) -> None:
         """Set the timer to the next step; one that is due no later is left alone."""
@@ -321,9 +353,7 @@ class SyntheticAdapter:
             self._events.step_completed(outputs)
         steps = self._settings.synthetic.die_after_steps
         if steps and self._engine.steps >= steps:
-            self._disarm()
-            self._state = EngineState.DEAD
-            self._engine = SyntheticEngine(self._settings, self._ledger)
+            self._end(EngineState.DEAD)
             self._events.state_changed(EngineState.DEAD, f"cannot go on: rehearsed death after {steps} steps")
             return
         self._arm()

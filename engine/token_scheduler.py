@@ -12,6 +12,7 @@ from typing import Final
 
 from seedance.engine.ledger import EngineRecord, Ledger, LimitsReader
 from seedance.engine.policy import Policy
+from seedance.engine.request import NOT_URGENT, Urgency
 from seedance.engine.scheduling import PolicySettings, Step, TenantStatistics
 from seedance.engine.states import Key
 
@@ -46,11 +47,29 @@ class TokenScheduler:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def submitted(self, key: Key, row: int, stream: int, prompt_tokens: int, max_tokens: int, now_s: float) -> None:
+    def submitted(
+        self,
+        key: Key,
+        row: int,
+        stream: int,
+        prompt_tokens: int,
+        max_tokens: int,
+        now_s: float,
+        urgency: Urgency = NOT_URGENT,
+    ) -> None:
         """Take a new request; see `Policy.submitted`. Raises EngineError."""
         self._take_news(now_s)
         self._leaving.discard(row)
-        self.policy.submitted(key, row, prompt_tokens, max_tokens, now_s)
+        self.policy.submitted(
+            key,
+            row,
+            prompt_tokens,
+            max_tokens,
+            now_s,
+            deadline_s=urgency.deadline_s,
+            rtt_s=urgency.rtt_s,
+            rtt_variance_s=urgency.rtt_variance_s,
+        )
         self._streams[key] = stream
         if self._ledger.is_paused(stream):
             self.policy.paused(key, now_s)

@@ -6,8 +6,9 @@ The first line says what the file is, each further one is a request, in order of
     {"at_s": 0.25, "tenant": "acme", "prompt_tokens": 512, "output_tokens": 128}
 
 `at_s` is in seconds since any moment. `output_tokens` is how many came out, or would have, had nothing ended the
-request early. Optional: `max_tokens`, the most that were asked for (else as many as came out), `priority`, `rtt_s` of
-the client's connection, and `deadline_s`, seconds after its arrival within which the first token is wanted.
+request early. Optional: `max_tokens`, the most that were asked for (else as many as came out), `priority`, `rtt_s` and
+`rtt_variance_s` of the client's connection, and `deadline_s`, seconds after its arrival within which the first token
+is wanted.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     max_tokens: _Count | None = None
     priority: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0
     rtt_s: _Seconds = 0.0
+    rtt_variance_s: _Seconds = 0.0
     deadline_s: _Seconds | None = None
 
 

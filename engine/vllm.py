@@ -29,7 +29,7 @@ from seedance.engine import vllm_control as control
 from seedance.engine import vllm_wire as wire
 from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics, Output
 from seedance.engine.ledger import Ledger
-from seedance.engine.request import ModelInfo, Sampling, TenantContext
+from seedance.engine.request import NOT_URGENT, ModelInfo, Sampling, TenantContext, Urgency
 from seedance.engine.vllm_control import VllmSettings
 from seedance.engine.vllm_process import ZygoteProcess, exit_text, last_line
 from seedance.engine.vllm_sampling import ModelFacts
@@ -232,11 +232,18 @@ class VllmAdapter:
 
     # Work
 
-    def submit(self, key: int, tenant: TenantContext, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+    def submit(
+        self,
+        key: int,
+        tenant: TenantContext,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        urgency: Urgency = NOT_URGENT,
+    ) -> None:
         """Begin generation `key`. Raises EngineError when it can never run, EngineDead when there is no engine."""
         if self._connection is None or self._state is not EngineState.READY:
             raise EngineDead(f"cannot generate: the engine is {self._state}")
-        frames = self._connection.submit(key, tenant, prompt_token_ids, sampling, time.time())
+        frames = self._connection.submit(key, tenant, prompt_token_ids, sampling, time.time(), urgency)
         self._ledger.set_paused(key, False)
         self._send(frames)
 

@@ -15,6 +15,7 @@ import msgspec
 
 from seedance.engine.vllm_sampling import ModelFacts
 from seedance.errors import EngineDead
+from seedance.qos.gpu import GpuPart
 
 MAX_CONTROL_BYTES: Final = 1 << 16
 STATISTICS: Final = "seedance_statistics"
@@ -28,8 +29,8 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     the sockets, the log and temporary files; its path must be short, since a socket's may have 107 bytes. `cache_dir`
     is for what vLLM keeps between starts; empty means a folder in `run_dir`. `enforce_eager` compiles nothing: the
     start is quick, and a GPU slower; None does so on a CPU. `threads` counts OpenMP threads of the CPU build; 0 leaves
-    one processor to the rest of the machine. `offline` forbids hub calls; a local model makes none anyway.
-    `plain_scheduler` is for comparisons: vLLM's own scheduler, which knows no tenants.
+    one processor to the rest of the machine. `offline` forbids hub calls; a local model makes none anyway. `gpu` is the
+    part of a GPU that it may have. `plain_scheduler` is for comparisons: vLLM's own scheduler, which knows no tenants.
     """
 
     model: str
@@ -44,6 +45,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     python: str = sys.executable
     cache_dir: str = ""
     offline: bool = False
+    gpu: GpuPart = GpuPart()
     start_timeout_s: float = 600.0
     plain_scheduler: bool = False
 

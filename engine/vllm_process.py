@@ -40,7 +40,7 @@ def environment(settings: VllmSettings, base: Mapping[str, str]) -> dict[str, st
     }
     if offline:
         forced |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    return {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOGGING_COLOR": "0", **base, **forced}
+    return {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOGGING_COLOR": "0", **base, **forced, **settings.gpu.environment()}
 
 
 def _import_root() -> str:

@@ -14,10 +14,11 @@ from typing import Any, Final
 
 import msgspec
 
-from seedance.engine.request import Sampling, TenantContext
+from seedance.engine.request import NOT_URGENT, Sampling, TenantContext, Urgency
 from seedance.errors import EngineError
 
 OUTPUT_KIND_DELTA: Final = 1
+URGENCY_KEY: Final = "urgency"
 _MAX_JSON_NESTING: Final = 64  # vLLM's own bound; grammar conversion grows steeply with depth
 _RANGES: Final = (
     ("temperature", 0.0, 2.0),
@@ -156,8 +157,10 @@ def invalid_request(message: str) -> EngineError:
     return EngineError("invalid_request", message)
 
 
-def sampling_params(sampling: Sampling, tenant: TenantContext, facts: ModelFacts) -> SamplingParams:
-    """Return vLLM's parameters for a checked `sampling`; the tenant goes along for the scheduler."""
+def sampling_params(
+    sampling: Sampling, tenant: TenantContext, facts: ModelFacts, urgency: Urgency = NOT_URGENT
+) -> SamplingParams:
+    """Return vLLM's parameters for a checked `sampling`; tenant and urgency go along for the scheduler."""
     s = sampling
     stop_ids = list(dict.fromkeys(s.stop_token_ids))
     eos_ids = [] if facts.eos_token_id is None else [facts.eos_token_id]
@@ -190,5 +193,5 @@ def sampling_params(sampling: Sampling, tenant: TenantContext, facts: ModelFacts
         _all_stop_token_ids=all_stop_ids,
         structured_outputs=structured,
         logit_bias=bias or None,
-        extra_args={"row": tenant.row},
+        extra_args={"row": tenant.row, URGENCY_KEY: [urgency.deadline_s, urgency.rtt_s, urgency.rtt_variance_s]},
     )

@@ -26,8 +26,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from seedance.engine.ledger import Ledger
+from seedance.engine.request import Urgency
 from seedance.engine.scheduling import PolicySettings, Step
 from seedance.engine.token_scheduler import TokenScheduler
+from seedance.engine.vllm_sampling import URGENCY_KEY
 from seedance.engine.vllm_wire import QUOTA_KEY
 from seedance.errors import EngineDead, EngineError
 
@@ -191,12 +193,20 @@ class TokenSteps(_Scheduler):
 
     def _submit(self, request: Any) -> None:
         key = request.request_id
-        row = (request.sampling_params.extra_args or {}).get("row", 0)
+        extra = request.sampling_params.extra_args or {}
         stream = int(key.partition(".")[0])
         most = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
         self._parked[key] = request
         try:
-            self._tokens.submitted(key, row, stream, request.num_prompt_tokens, most, time.monotonic())
+            self._tokens.submitted(
+                key,
+                extra.get("row", 0),
+                stream,
+                request.num_prompt_tokens,
+                most,
+                time.monotonic(),
+                Urgency(*extra.get(URGENCY_KEY, ())),
+            )
         except EngineError:
             self._end([key])  # its tenant may not have as many KV blocks as its prompt takes
 

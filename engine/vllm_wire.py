@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from seedance.engine.adapter import Output
-from seedance.engine.request import FinishReason, Sampling, TenantContext, TokenLogprobs
+from seedance.engine.request import NOT_URGENT, FinishReason, Sampling, TenantContext, TokenLogprobs, Urgency
 from seedance.engine.vllm_sampling import ModelFacts, SamplingParams, check_request, invalid_request, sampling_params
 
 ENGINE_IDENTITY: Final = b"\0\0"  # the core's data-parallel rank, two bytes, little-endian
@@ -160,13 +160,19 @@ class CoreConnection:
         return len(self._keys)
 
     def submit(
-        self, key: int, tenant: TenantContext, prompt: Sequence[int], sampling: Sampling, now_s: float
+        self,
+        key: int,
+        tenant: TenantContext,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        now_s: float,
+        urgency: Urgency = NOT_URGENT,
     ) -> Frames:
         """Begin a generation; `now_s` is wall-clock time. Raises EngineError when it can never run."""
         if key in self._names:
             raise invalid_request(f"cannot begin generation {key}: it is already running")
         check_request(prompt, sampling, self._facts)
-        params = sampling_params(sampling, tenant, self._facts)
+        params = sampling_params(sampling, tenant, self._facts, urgency)
         self._serial += 1
         name = f"{key}.{self._serial}"
         salt = tenant.cache_salt or None

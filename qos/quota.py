@@ -101,15 +101,16 @@ class SessionQuota(msgspec.Struct, frozen=True, kw_only=True):
 class Quota(msgspec.Struct, frozen=True, kw_only=True):
     """All that one tenant may use.
 
-    `keys` are SHA-256 hashes of API keys, "sha256:" and 64 hex digits. `weight` comes from the scheduling class.
-    Tenants of one `group` share a worker; None is a worker of its own. With `best_effort` a limit that this kernel
-    lacks is left out instead of being an error.
+    `keys` are SHA-256 hashes of API keys, "sha256:" and 64 hex digits. `weight` and `priority` are those of the
+    scheduling class. Tenants of one `group` share a worker; None is a worker of its own. With `best_effort` a limit
+    that this kernel lacks is left out instead of being an error.
     """
 
     tenant: str
     keys: tuple[str, ...] = ()
     scheduling_class: str = "silver"
     weight: int = 200
+    priority: int = 0
     group: str | None = None
     best_effort: bool = False
     cpu: CpuQuota = CpuQuota()
@@ -124,11 +125,13 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulingClass(msgspec.Struct, frozen=True, kw_only=True):
     """A class that tenants name: its `weight` against the other classes, and what its tenants' files leave out.
 
-    `defaults` has the shape of a parsed tenant file.
+    A request of a class with a `priority` takes the slot of one of lower priority where all are taken. `defaults` has
+    the shape of a parsed tenant file.
     """
 
     name: str
     weight: int = 200
+    priority: int = 0
     defaults: Raw = {}
 
 
@@ -221,7 +224,11 @@ TENANT_FILE: Final[Schema] = {
     "best_effort": Field("best_effort", flag),
     **LIMITS,
 }
-_CLASS_TABLE: Final[Schema] = {"weight": Field("weight", whole(1, 10_000)), **LIMITS}
+_CLASS_TABLE: Final[Schema] = {
+    "weight": Field("weight", whole(1, 10_000)),
+    "priority": Field("priority", whole(0, 3)),
+    **LIMITS,
+}
 
 
 def parse(text: str, path: str) -> Raw:
@@ -236,8 +243,8 @@ def combine(class_defaults: Raw, raw: Raw) -> Raw:
 
 def validate(raw: Raw, tenant: str, scheduling_class: SchedulingClass, path: str) -> Quota:
     """Build the quota once its limits agree with each other. Raises ConfigError that names the one to change."""
-    values = raw | {"tenant": tenant, "scheduling_class": scheduling_class.name, "weight": scheduling_class.weight}
-    quota = msgspec.convert(values, Quota)
+    of_class = {"weight": scheduling_class.weight, "priority": scheduling_class.priority}
+    quota = msgspec.convert(raw | {"tenant": tenant, "scheduling_class": scheduling_class.name} | of_class, Quota)
     _check_cpu(quota.cpu, path)
     memory = quota.memory
     if memory.high_bytes is not None and memory.max_bytes is not None and memory.high_bytes > memory.max_bytes:
@@ -285,8 +292,8 @@ def load_class(
     read_value(name, read_name, path, key)
     raw = read_table(table, _CLASS_TABLE, path, key)
     base = known.get(name, SchedulingClass(name=name))
-    weight = raw.pop("weight", base.weight)
-    made = SchedulingClass(name=name, weight=weight, defaults=combine(base.defaults, raw))
+    weight, priority = raw.pop("weight", base.weight), raw.pop("priority", base.priority)
+    made = SchedulingClass(name=name, weight=weight, priority=priority, defaults=combine(base.defaults, raw))
     try:
         validate(made.defaults, "any", made, path)
     except ConfigError as exc:

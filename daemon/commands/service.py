@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Final
+
 import click
 
 from seedance.daemon import config as configuration
 from seedance.daemon import control, tables
 from seedance.daemon.commands.context import Context, bad_file_error, console, example, print_json
+from seedance.qos import gpu
+
+_NVIDIA_DEVICE: Final = Path("/dev/nvidiactl")
 
 
 @click.command(epilog=example("status", "status --json"))
@@ -21,7 +27,12 @@ def status(context: Context, as_json: bool) -> None:
     if as_json:
         print_json(report)
     else:
-        tables.print_status(report, console())
+        tables.print_status(report, console(), _gpus())
+
+
+def _gpus() -> tuple[gpu.Gpu, ...]:
+    """Ask the driver, where there is one: its library takes a while to load."""
+    return gpu.read().gpus if _NVIDIA_DEVICE.exists() else ()
 
 
 @click.command(epilog=example("reload"))

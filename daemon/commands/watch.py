@@ -29,7 +29,9 @@ def top(context: Context, interval: float, sort: str, once: bool, as_json: bool)
 
     CPU and "capped" are the tenant's cgroup's: 100% is one core, and the part of its 0.1 s periods in which it
     reached its limit. Where no cgroup counts, CPU is its worker's. RSS is the worker's. Egress and ingress count bytes
-    on the wire. RTT is the smoothed round-trip time of its connections; drops are packets over a limit.
+    on the wire. RTT is the smoothed round-trip time of its connections; drops are packets over a limit. A screen of 100
+    columns also has the part of the time in which it was held out of the engine's steps, and the part of its prompts
+    that was in the prefix cache.
     """
     before = _sample(context)
     screen = console()
@@ -59,7 +61,8 @@ def _print(
             click.echo(msgspec.json.encode(found).decode())
             sys.stdout.flush()
         else:
-            console().print(top_rates.table(found))
+            screen = console()
+            screen.print(top_rates.table(found, screen.width))
         if once:
             return
         before = after
@@ -77,7 +80,8 @@ def _live(context: Context, before: top_rates.Sample, interval: float, sort: str
             except ResourceBroken as exc:
                 live.update(Text(str(exc)), refresh=True)
                 continue
-            live.update(top_rates.table(top_rates.rates(before, after, sort=sort)), refresh=True)
+            found = top_rates.rates(before, after, sort=sort)
+            live.update(top_rates.table(found, screen.width), refresh=True)
             before = after
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from seedance.qos.gpu import GpuPart
+
 
 class DaemonFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A running seedanced."""
@@ -20,7 +22,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     `wanted` are the limits that tenant files set and insist on: cpu, cpuset, memory, egress, ingress. `missing`
     capabilities are those of NEEDED_ and USEFUL_CAPABILITIES that this process lacks. `ports` maps each address to
-    listen on to the error of doing so; `memlock_bytes` is None for no limit.
+    listen on to the error of doing so; `memlock_bytes` is None for no limit. `mig` says whether any GPU could be
+    divided, `gpu_part` is what the configuration gives to the engine.
     """
 
     config_path: str
@@ -61,6 +64,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     gpu_error: str = ""
     gpus: tuple[str, ...] = ()
     mps: bool = False
+    mig: bool = False
+    mig_instances: tuple[str, ...] = ()
+    gpu_part: GpuPart = GpuPart()
     model: str = ""
     model_error: str = ""
     model_is_remote: bool = False

@@ -269,11 +269,28 @@ def judge_gpu(facts: Facts) -> Finding:
 
 def judge_mps(facts: Facts) -> Finding:
     """Judge CUDA's multi-process service, of use only where several processes share a GPU."""
+    if facts.gpu_part.needs_mps and not (facts.mps and facts.gpus):
+        found = "not running; nothing keeps engine.gpu.threads and engine.gpu.memory"
+        return Finding("fail", "mps", found, "start it as the engine's user: `nvidia-cuda-mps-control -d`")
     if not facts.gpus:
         return Finding("ok", "mps", "no GPU to share")
     if facts.mps:
         return Finding("ok", "mps", "nvidia-cuda-mps-control runs")
     return Finding("ok", "mps", "not running; one engine has the GPU to itself and needs none")
+
+
+def judge_mig(facts: Facts) -> Finding:
+    """Judge what MIG has made of the GPUs, and whether the engine's instance is there."""
+    device = facts.gpu_part.device
+    if device.startswith("MIG-") and device not in facts.mig_instances:
+        there = ", ".join(facts.mig_instances) or "none"
+        advice = "correct engine.gpu.device, or make the instance: `nvidia-smi mig -cgi … -C`"
+        return Finding("fail", "mig", f"there is no instance {device}; there is {there}", advice)
+    if not facts.gpus:
+        return Finding("ok", "mig", "no GPU to divide")
+    if not facts.mig_instances:
+        return Finding("ok", "mig", "no GPU is divided" if facts.mig else "no GPU of this kind can be divided")
+    return Finding("ok", "mig", f"instances: {', '.join(facts.mig_instances)}")
 
 
 def judge_model(facts: Facts) -> Finding:
@@ -370,5 +387,6 @@ JUDGES: Final[tuple[Callable[[Facts], Finding], ...]] = (
     judge_ports,
     judge_gpu,
     judge_mps,
+    judge_mig,
     judge_model,
 )

@@ -35,7 +35,7 @@ from seedance.daemon.trace import _headers
 from seedance.daemon.trace._session import SYSTEM_PYTHON
 from seedance.engine import vllm_control
 from seedance.errors import ConfigError, EngineDead, KernelError, ResourceBroken
-from seedance.qos import plan
+from seedance.qos import gpu, plan
 from seedance.qos.quota import Quota, load_directory
 
 UNIT: Final = "seedanced.service"
@@ -79,6 +79,7 @@ def _of_configuration(config: Config) -> dict[str, Any]:
         "policy": config.kernel.limits,
         "io": config.worker.io,
         "engine": config.engine.kind,
+        "gpu_part": config.engine.gpu,
         "service_user": config.daemon.user,
         "service_user_exists": _is_user(config.daemon.user),
         "ports": {str(address): _listen_error(address) for address in config.listen.tcp if address.port},
@@ -332,23 +333,16 @@ def _output(*command: str) -> str:
 
 
 def _of_gpu() -> dict[str, Any]:
-    facts: dict[str, Any] = {"vllm": _vllm(), "mps": _is_running("nvidia-cuda-mps")}
-    import pynvml  # noqa: PLC0415  # opens the driver's library only when asked
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as exc:
-        return facts | {"gpu_error": str(exc)}
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        facts["gpus"] = tuple(str(pynvml.nvmlDeviceGetName(handle)) for handle in handles)
-        facts["gpu_driver"] = str(pynvml.nvmlSystemGetDriverVersion())
-        facts["gpu_error"] = "" if handles else "the driver knows none"
-    except pynvml.NVMLError as exc:
-        facts["gpu_error"] = str(exc)
-    finally:
-        pynvml.nvmlShutdown()
-    return facts
+    found = gpu.read()
+    return {
+        "vllm": _vllm(),
+        "mps": gpu.mps_runs(),
+        "gpus": tuple(each.name for each in found.gpus),
+        "gpu_driver": found.driver,
+        "gpu_error": found.error,
+        "mig": any(each.has_mig is not None for each in found.gpus),
+        "mig_instances": tuple(instance.uuid for each in found.gpus for instance in each.instances),
+    }
 
 
 def _vllm() -> str:
@@ -356,15 +350,6 @@ def _vllm() -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return f"{name} {importlib.metadata.version(name)}"
     return ""
-
-
-def _is_running(command: str) -> bool:
-    """Say whether a process of this command runs; `comm` holds 15 characters of it."""
-    for path in Path("/proc").glob("[0-9]*/comm"):
-        with contextlib.suppress(OSError):
-            if path.read_text().strip() == command[:15]:
-                return True
-    return False
 
 
 def _of_process(daemon: DaemonFacts | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, UnsetType
 from seedance.daemon.doors.errors import ApiError, infer_error, invalid
 from seedance.daemon.doors.messages import Messages, check_messages, template_messages
 from seedance.daemon.doors.openai_response import Usage
-from seedance.daemon.doors.parameters import MAX_LOGPROBS, Parameters, TokenId, check, decode
+from seedance.daemon.doors.parameters import MAX_LOGPROBS, MOST_DEADLINE_MS, Parameters, TokenId, check, decode
 from seedance.engine.request import FinishReason
 
 SUBPROTOCOL: Final = "seedance.json.v1"
@@ -31,7 +31,7 @@ class InferRequest(Parameters, kw_only=True):
     """A request for one stream: exactly one of `prompt` (a text or token ids) and `messages`.
 
     Without `model`, the one that is served. `stream` is on unless it is false. `logprobs` is the number of
-    alternatives at each position.
+    alternatives at each position. `deadline_ms` is how soon the first token is wanted, from the request's arrival on.
     """
 
     id: StreamId | None = None
@@ -39,6 +39,7 @@ class InferRequest(Parameters, kw_only=True):
     prompt: str | Annotated[list[TokenId], Meta(min_length=1)] | None = None
     messages: Messages | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    deadline_ms: Annotated[int, Meta(ge=1, le=MOST_DEADLINE_MS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = None
 

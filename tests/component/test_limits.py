@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -289,6 +290,51 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(daemon: Daemon)
         assert time.monotonic() - begun < 0.5
         assert 1 <= retry_s <= 60
         assert complete(daemon, "acme").status == 200
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """An engine with two slots and a queue of eight."""
+    tables = {"engine": {"max_streams": 2, "queue": 8}, "engine.synthetic": {"tokens_per_s": TOKENS_PER_S}}
+    with running(tmp_path_factory.mktemp("d"), "flood", "acme", tables=tables) as daemon:
+        yield daemon
+        daemon.stop()
+
+
+def test_a_full_engine_refuses_who_has_filled_it_and_no_one_else(small: Daemon) -> None:
+    with infer(small, "flood") as flood:
+
+        def ask(number: int) -> None:
+            flood.send(json.dumps({"id": str(number), "prompt": PROMPT, "max_tokens": 2 * TOKENS_PER_S}))
+
+        for number in range(2):
+            ask(number)
+        while {json.loads(flood.recv(10))["id"] for _ in range(2)} != {"0", "1"}:
+            pass
+        for number in range(2, 40):
+            ask(number)
+        refused: list[dict[str, Any]] = []
+        while len(refused) < 30:
+            answer = json.loads(flood.recv(10))
+            assert "finish_reason" not in answer, "two run, eight wait, and thirty are refused at once"
+            refused += [answer["error"]] if "error" in answer else []
+        assert {error["code"] for error in refused} == {"overloaded"}
+        assert all(100 <= error["retry_after_ms"] <= 60_000 for error in refused)
+        times = []
+        for _ in range(15):
+            begun = time.monotonic()
+            response = complete(small, "flood", prompt=PROMPT * 5_000)
+            times.append(time.monotonic() - begun)
+            assert (response.status, response.error["code"]) == (503, "overloaded")
+        print(
+            f"refused after {1000 * statistics.median(times):.1f} ms, connecting too; {1000 * max(times):.1f} at most"
+        )
+        assert statistics.median(times) < 0.05
+        assert "the engine's queue is full, and 8 of yours are in it" in response.error["message"]
+        assert 1 <= int(response.fields["retry-after"]) <= 60
+        assert complete(small, "acme").status == 200
+    wait_until(small.is_at_rest)
+    assert complete(small, "flood").status == 200, "nothing is left of a full queue"
 
 
 def test_the_context_of_a_tenant(daemon: Daemon) -> None:

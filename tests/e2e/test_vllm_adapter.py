@@ -42,6 +42,8 @@ T = TypeVar("T")
 ACME = TenantContext(name="acme", scheduling_class="gold", cache_salt="salt of acme")
 OTHER = TenantContext(name="other", scheduling_class="gold", cache_salt="salt of other")
 KV_BYTES = 32 << 20
+SLOTS = 32
+LEAST_MARGIN = 1e-4  # in logprobs
 MAX_TOKENS = 40
 LIMIT_S = 120.0
 
@@ -110,7 +112,7 @@ class Engine:
             name="tiny",
             run_dir=str(run_dir),
             kv_bytes=KV_BYTES,
-            max_num_seqs=32,
+            max_num_seqs=SLOTS,
             dtype="float32",
             cache_dir=str(run_dir / "cache"),
         )
@@ -386,6 +388,60 @@ def test_a_share_of_the_engine_is_kept_and_the_rest_is_the_others(engine: Engine
     print(f"shares of {elapsed_s:.1f} s: {shares[0]:.3f} of 0.25, and {shares[1]:.3f}")
     assert abs(shares[0] - 0.25) < 0.05
     assert shares[1] > 0.5
+
+
+def decided(outputs: Sequence[Output]) -> int:
+    """Return how many tokens there are before the first that rounding, and so the batch, may decide otherwise."""
+    positions = [position for output in outputs for position in output.logprobs or ()]
+    close = (n for n, (_, *best) in enumerate(p.logprobs for p in positions) if best[0] - best[1] < LEAST_MARGIN)
+    return next(close, len(positions))
+
+
+def test_urgent_requests_take_slots_and_their_victims_say_the_same(engine: Engine) -> None:
+    prompts = [make_prompt(20, seed=500 + n) for n in range(SLOTS)]
+    low, high = of_row(5), of_row(6)
+
+    async def undisturbed() -> list[list[Output]]:
+        asked = {"max_tokens": 150, "ignore_eos": True, "logprobs": 2}
+        return await asyncio.gather(*(engine.generate(prompt, low, **asked) for prompt in prompts))
+
+    async def disturbed() -> tuple[list[list[int]], list[int]]:
+        keys = [engine.submit(prompt, low, max_tokens=150, ignore_eos=True) for prompt in prompts]
+        async with asyncio.timeout(LIMIT_S):
+            # One slot in 32 is kept for light tenants.
+            while sum(key in engine.events.outputs for key in keys) < SLOTS - 1:
+                await engine.events.wait_steps(1)
+        waits, served = [], []
+        for number in range(6):
+            began = engine.events.steps
+            urgent = engine.submit(make_prompt(40, seed=600 + number), high, max_tokens=100)
+            async with asyncio.timeout(LIMIT_S):
+                while urgent not in engine.events.outputs:
+                    await engine.events.wait_steps(1)
+            waits.append(engine.events.steps - began)
+            seen = [engine.events.outputs[key] for key in keys if key in engine.events.outputs]
+            assert not any(outputs[-1].finish_reason for outputs in seen), "nobody has left a slot"
+            served.append(urgent)
+        for urgent in served:
+            await engine.events.wait_ended(urgent)
+        return [token_ids(await engine.events.wait_ended(key)) for key in keys], waits
+
+    plain = engine.run(undisturbed())
+    with limits(engine, row_5=TenantLimits(weight=100), row_6=TenantLimits(weight=100, priority=1)):
+        before = engine.run(counted(engine, 5))
+        texts, waits = engine.run(disturbed())
+        engine.run(engine.statistics_when_idle())
+        after = engine.run(counted(engine, 5))
+    lengths = [decided(outputs) for outputs in plain]
+    assert sum(lengths) > 0.8 * 150 * SLOTS
+    for outputs, text, length in zip(plain, texts, lengths, strict=True):
+        assert len(text) == 150
+        assert text[:length] == token_ids(outputs)[:length]
+    assert after.preemptions - before.preemptions >= 5
+    assert after.recomputed_tokens > before.recomputed_tokens
+    print(f"steps to the first token of an urgent request: {waits}; {sum(lengths)} of {150 * SLOTS} tokens compared")
+    # A step is under way when it comes, it is read in the next, and three more are for a busy machine.
+    assert max(waits) <= 5
 
 
 def test_a_prompt_beyond_a_tenants_kv_blocks_ends_for_its_quota(engine: Engine) -> None:

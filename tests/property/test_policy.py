@@ -26,6 +26,7 @@ SLOTS, KV_BLOCKS, BLOCK_TOKENS, STEP_TOKENS = 6, 18, 4, 32
 limits = st.builds(
     TenantLimits,
     weight=st.sampled_from([1.0, 2.0, 4.0]),
+    priority=st.sampled_from([0, 0, 0, 0, 1, 2]),
     share=st.sampled_from([None, None, 0.1, 0.5, 1.0]),
     kv_share=st.sampled_from([None, None, 0.3, 0.8]),
     tokens_per_s=st.sampled_from([None, None, None, 50.0, 500.0]),
@@ -108,9 +109,16 @@ class EngineMachine(RuleBasedStateMachine):
         output_tokens=st.integers(1, 44),
         priority=st.sampled_from([0, 0, 0, 1]),
         deadline_s=st.sampled_from([None, None, 0.01, 5.0]),
+        rtt_s=st.sampled_from([0.0, 0.1, 60.0]),
     )
     def submit(
-        self, tenant: int, prompt_tokens: int, output_tokens: int, priority: int, deadline_s: float | None
+        self,
+        tenant: int,
+        prompt_tokens: int,
+        output_tokens: int,
+        priority: int,
+        deadline_s: float | None,
+        rtt_s: float,
     ) -> None:
         if len(self.streams) >= 12:
             return
@@ -126,6 +134,8 @@ class EngineMachine(RuleBasedStateMachine):
                 self.now_s,
                 priority=priority,
                 deadline_s=deadline,
+                rtt_s=rtt_s,
+                rtt_variance_s=rtt_s / 2,
             )
         except EngineError:
             kv_share = self.limits[tenant].kv_share

@@ -1,7 +1,8 @@
 """How far two tenants that both wait can drift apart, and how long a request can wait: the bounds of virtual counters.
 
 With S slots, c the engine time that one request can be charged at most (all alone in its steps), w the least weight
-and a the most that a turn is advanced: while two tenants both wait, neither gets more than
+and a the most that a turn is advanced (for urgent requests, short ones and far clients): while two tenants both wait,
+neither gets more than
 
     G = (S x c + a + one step) / w
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,9 +34,18 @@ pytestmark = pytest.mark.property
 SLOTS = 4
 PROMPT_MOST, OUTPUT_MOST = 1500, 40
 
-requests = st.tuples(st.integers(1, PROMPT_MOST), st.integers(1, OUTPUT_MOST), st.sampled_from([0, 0, 0, 1]))
-crowds = st.lists(requests, min_size=15, max_size=40)
-weights = st.sampled_from([1.0, 2.0, 4.0])
+arrivals = st.builds(
+    Arrival,
+    at_s=st.just(0.0),
+    tenant=st.just(""),
+    prompt_tokens=st.integers(1, PROMPT_MOST),
+    output_tokens=st.integers(1, OUTPUT_MOST),
+    priority=st.sampled_from([0, 0, 0, 1]),
+    deadline_s=st.sampled_from([None, None, None, 0.0, 1.0]),
+    rtt_s=st.sampled_from([0.0, 0.0, 0.1, 60.0]),
+)
+crowds = st.lists(arrivals, min_size=15, max_size=40)
+classes = st.builds(TenantLimits, weight=st.sampled_from([1.0, 2.0, 4.0]), priority=st.sampled_from([0, 0, 0, 1, 3]))
 
 
 def alone_s(setting: PolicySettings) -> float:
@@ -98,29 +109,26 @@ class Watch:
         return behind_s + weight * self.gap_s + self.step_most_s
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(weights, crowds), min_size=2, max_size=4))
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(classes, crowds), min_size=2, max_size=4))
 def test_two_that_wait_drift_apart_by_a_bound_and_no_head_waits_longer(
-    given_tenants: list[tuple[float, list[tuple[int, int, int]]]],
+    given_tenants: list[tuple[TenantLimits, list[Arrival]]],
 ) -> None:
     setting = engine_settings(slots=SLOTS, step_tokens=512)
     policy = Policy(setting, 0.0, CostModel(PRICES))
-    least = min(weight for weight, _ in given_tenants)
+    least = min(limits.weight for limits, _ in given_tenants)
     advance_s = setting.light_advance_s + setting.urgent_advance_s + setting.max_advance_s
     step_load = StepLoad(requests=SLOTS)
     step_load.add_prefill(setting.step_tokens, PROMPT_MOST)
     step_most_s = PRICES.cost_s(step_load)
     gap_s = (SLOTS * alone_s(setting) + advance_s + step_most_s) / least
     watch = Watch(policy, gap_s, step_most_s)
-    tenants = {
-        str(number): SimulatedTenant(limits=TenantLimits(weight=weight))
-        for number, (weight, _) in enumerate(given_tenants)
-    }
+    tenants = {str(number): SimulatedTenant(limits=limits) for number, (limits, _) in enumerate(given_tenants)}
     simulation = Simulation(policy, setting, PRICES, tenants, slowdown=watch.look)
     watch.simulation = simulation
     report = simulation.run(
-        Arrival(at_s=0.0, tenant=str(number), prompt_tokens=prompt, output_tokens=output, priority=priority)
+        msgspec.structs.replace(arrival, tenant=str(number))
         for number, (_, crowd) in enumerate(given_tenants)
-        for prompt, output, priority in crowd
+        for arrival in crowd
     )
     assert all(entry.finished == entry.requests for entry in report.tenants.values())

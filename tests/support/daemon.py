@@ -30,6 +30,7 @@ _CONFIG: dict[str, dict[str, Any]] = {
     "listen": {"tcp": ["127.0.0.1:0"], "unix": "http.sock"},
     "paths": {"state": "state", "run": "run", "tenants": "tenants.d"},
     "engine": {"kind": "synthetic"},
+    "engine.gpu": {},
     "engine.synthetic": {"tokens_per_s": 200},
     "kernel": {"limits": "off"},
     "worker": {},

@@ -104,7 +104,7 @@ class WorkerEnd:
                     self.finished[delta.stream] = delta.finish_reason
         elif isinstance(message, EngineChanged):
             self.states.append(message)
-        else:
+        elif isinstance(message, Refused):
             self.refusals.append(message)
 
 

@@ -77,7 +77,7 @@ class Load:
     def __init__(self, is_async: bool, seed: int) -> None:
         self.random = random.Random(seed)
         self.ledger = Ledger.create()
-        self.ledger.set_limits(1, TenantLimits(weight=4.0))
+        self.ledger.set_limits(1, TenantLimits(weight=4.0, priority=1))
         self.ledger.set_limits(2, TenantLimits(tokens_per_s=2_000.0))
         self.ledger.set_limits(3, TenantLimits(share=0.3))
         self.ledger.set_limits(4, TenantLimits(kv_share=0.3))

@@ -26,6 +26,7 @@ from seedance.daemon.config import (
 from seedance.daemon.network_settings import NetworkSettings
 from seedance.engine.settings import EngineSettings, SyntheticSettings
 from seedance.errors import ConfigError
+from seedance.qos.gpu import GpuPart
 from seedance.qos.quota import BUILT_IN_CLASSES
 from seedance.qos.settings import KernelSettings
 
@@ -59,9 +60,15 @@ name = "tiny-model"
 kv = "1GiB"
 max_model_len = 4096
 max_streams = 32
+queue = 512
+trace = "1MiB"
 threads = 2
 enforce_eager = true
 dtype = "float32"
+[engine.gpu]
+device = "MIG-1"
+threads = "50%"
+memory = "20GiB"
 [engine.synthetic]
 seed = 7
 tokens_per_s = 12.5
@@ -134,9 +141,12 @@ def test_full_file() -> None:
         kv_bytes=1 << 30,
         max_model_len=4096,
         max_streams=32,
+        queue=512,
+        trace_bytes=1 << 20,
         threads=2,
         enforce_eager=True,
         dtype="float32",
+        gpu=GpuPart(device="MIG-1", threads=0.5, memory_bytes=20 << 30),
         synthetic=SyntheticSettings(
             seed=7,
             tokens_per_s=12.5,
@@ -281,6 +291,8 @@ def test_model_names_and_paths(model: str, expected: str, name: str) -> None:
         ("[http]\nping = '1s'", "http.ping", "unknown key"),
         ("classes = 3", "classes", "where tables belong"),
         ("[engine]\nkind='synthetic'\n[classes]\nnight = 3", "classes.night", "where a table belongs"),
+        ("[engine]\nkind='synthetic'\n[engine.gpu]\nthreads = '0%'", "engine.gpu.threads", 'something above "0%"'),
+        ("[engine]\nkind='synthetic'\n[engine.gpu]\nmemory = 1", "engine.gpu.memory", "too small"),
         ("[engine]\nkind='synthetic'\n[classes.x]\nwieght = 3", "classes.x.wieght", "did you mean 'weight'?"),
         ("[engine", "", "cannot read it as TOML"),
     ],

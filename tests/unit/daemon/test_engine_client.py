@@ -15,6 +15,7 @@ from seedance.engine.channel import (
     Batch,
     Delta,
     EngineChanged,
+    QueueBound,
     Receiver,
     Refused,
     SetPaused,
@@ -231,6 +232,30 @@ def test_who_waits_for_a_first_token_is_in_the_queue() -> None:
     assert scene.client.queue_refusal(1) is None
     assert scene.client.queue_refusal(0) is not None
     assert scene.client.queue_refusal(None) is None
+
+
+def test_the_engines_queue_is_full_until_it_is_told_otherwise() -> None:
+    scene = Scene()
+    scene.stream()
+    scene.say(QueueBound(2, 1.0))
+    assert scene.client.queue_refusal(None) is None
+    refusal = scene.client.queue_refusal(None, streams=2)
+    assert refusal is not None
+    assert refusal.code == "overloaded"
+    scene.say(QueueBound(None, 1.0))
+    assert scene.client.queue_refusal(None, streams=2) is None
+    scene.say(QueueBound(0, 1.0))
+    assert scene.client.queue_refusal(None) is not None
+    scene.client.connect(11)  # another host's queue is another one
+    assert scene.client.queue_refusal(None) is None
+
+
+def test_who_the_host_refuses_is_told_when_to_come_back() -> None:
+    scene = Scene()
+    stream, sink = scene.stream()
+    scene.say(Refused(stream.number, "overloaded", "cannot take this request", 2.5))
+    assert isinstance(sink.end, ApiError)
+    assert (sink.end.status, sink.end.retry_after_s) == (503, 2.5)
 
 
 def test_a_refusal_and_an_engines_error_fail_one_stream() -> None:

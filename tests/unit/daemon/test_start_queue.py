@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from seedance.daemon.start_queue import StartQueue
+from seedance.engine.channel import QueueBound
 
 
 def test_a_queue_is_full_beyond_its_limit() -> None:
@@ -38,3 +39,25 @@ def test_it_is_never_told_to_be_for_ever_nor_for_no_time() -> None:
     assert later is not None
     assert soon is not None
     assert (later.retry_after_s, soon.retry_after_s) == (60.0, 0.1)
+
+
+def test_a_full_engine_leaves_each_tenant_its_part() -> None:
+    queue = StartQueue()
+    queue.bound = QueueBound(8, 4.0)
+    assert queue.refusal(7, 128, 0.0) is None
+    refusal = queue.refusal(8, 128, 0.0)
+    assert refusal is not None
+    assert (refusal.limit, refusal.code) == ("engine.queue", "overloaded")
+    assert refusal.retry_after_s == pytest.approx(1 / 4.0)
+    assert queue.refusal(5, None, 0.0, streams=3) is None
+    many = queue.refusal(5, None, 0.0, streams=4)
+    assert many is not None
+    assert "the engine's queue is full, and 5 of yours are in it; try again in 1 s" in many.message
+    for at in range(60):
+        queue.started(1, float(at))
+    own = queue.refusal(17, None, 60.0)
+    assert own is not None
+    assert own.retry_after_s == pytest.approx(10.0, rel=0.1), "by how fast the tenant's own requests start"
+    assert queue.refusal(4, 2, 60.0, streams=9) is not None
+    queue.bound = QueueBound(None, 4.0)
+    assert queue.refusal(10_000, None, 60.0) is None

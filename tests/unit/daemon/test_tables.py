@@ -13,6 +13,7 @@ from seedance.daemon.control import (
     GatewayReport,
     ProcessStatus,
     StatusReport,
+    StepReport,
     TenantStatus,
 )
 from seedance.daemon.doctor.judge import Finding
@@ -29,6 +30,7 @@ from seedance.daemon.tables import (
 from seedance.engine.adapter import EngineState, EngineStatistics
 from seedance.engine.request import ModelInfo
 from seedance.engine.scheduling import TenantStatistics
+from seedance.qos.gpu import Gpu, MigInstance
 from seedance.qos.limiter import LimiterStatistics
 from seedance.qos.quota import Quota, RequestQuota, TokenQuota, load
 from seedance.qos.usage import TenantUsage
@@ -48,6 +50,7 @@ REPORT = StatusReport(
         statistics=EngineStatistics(
             state=EngineState.READY, running=3, waiting=1, kv_blocks_total=1000, kv_blocks_used=7, tokens=12345
         ),
+        steps=StepReport(beat_age_s=0.25, count=1_000, total_s=9.0, histogram=[0] * 12 + [600, 380, 20] + [0] * 17),
     ),
     gateway=GatewayReport(driver="io_uring", accepted=10, refused=2, held=5),
     processes=[ProcessStatus(name="gateway", pid=43, restarts=2), ProcessStatus(name="zygote", pid=0, restarts=0)],
@@ -83,6 +86,7 @@ def test_status_shows_what_a_person_asks_first() -> None:
         "tiny (vllm), 32,768 tokens",
         "3 streams, 1 waiting, 12,345 tokens",
         "7 of 1,000 used",
+        "1,000, half of them within 4.1 ms, 99% within 16.4 ms; last sign of life 0.2 s ago",
         "io_uring: 10 accepted, 2 refused; now 0 greeting, 0 waiting, 5 held",
         "gateway 43 (restarts: 2), zygote down",
         "limit off: cpu, cpuset: not [now]",
@@ -94,12 +98,48 @@ def test_status_shows_what_a_person_asks_first() -> None:
     assert row == ["acme", "silver", "44", "io_uring", "5", "3", "30", "1", "1,000", "2,000"]
 
 
-def test_status_of_a_dead_engine_and_an_idle_tenant() -> None:
+def test_status_of_a_dead_engine() -> None:
     engine = EngineReport(state="dead", detail="killed [by] SIGKILL", model=None, statistics=None)
-    tenant = msgspec.structs.replace(REPORT.tenants[0], worker_pid=0, driver="")
-    text = _printed(msgspec.structs.replace(REPORT, engine=engine, tenants=[tenant], uptime_s=59.96))
+    text = _printed(msgspec.structs.replace(REPORT, engine=engine, uptime_s=59.96))
     assert "dead: killed [by] SIGKILL" in text
     assert "KV blocks" not in text
+    assert "steps" not in text
+    assert "prefix cache" not in text
+
+
+def test_status_says_what_the_prefix_cache_is_good_for() -> None:
+    tenants = [
+        msgspec.structs.replace(REPORT.tenants[0], engine=ENGINE),
+        msgspec.structs.replace(REPORT.tenants[0], engine=msgspec.structs.replace(ENGINE, cached_tokens=0)),
+        REPORT.tenants[0],
+    ]
+    text = _printed(msgspec.structs.replace(REPORT, tenants=tenants))
+    assert "prefix cache 3,000 tokens of prompts, 60% of them" in " ".join(text.split())
+
+
+def test_status_shows_the_gpus_of_this_machine() -> None:
+    whole = Gpu(
+        name="H200 [x]", uuid="GPU-1", memory_bytes=150 * 10**9, used_bytes=40 * 10**9, busy=0.93, has_mig=False
+    )
+    parts = tuple(MigInstance(uuid=f"MIG-{n}", memory_bytes=10**9) for n in range(2))
+    divided = msgspec.structs.replace(whole, name="H100", busy=None, has_mig=True, instances=parts)
+    out = io.StringIO()
+    print_status(REPORT, Console(file=out, width=200), [whole, divided])
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert "GPU H200 [x]: 40.0GB of 150GB used, 93% busy" in lines
+    assert "GPU H100: 40.0GB of 150GB used, 2 MIG instances" in lines
+
+
+def test_an_engine_that_has_made_no_step_yet() -> None:
+    steps = StepReport(beat_age_s=0.0, count=0, total_s=0.0, histogram=[0] * 32)
+    engine = msgspec.structs.replace(REPORT.engine, steps=steps)
+    text = _printed(msgspec.structs.replace(REPORT, engine=engine))
+    assert "steps 0; last sign of life 0.0 s ago" in " ".join(text.split())
+
+
+def test_an_idle_tenant_has_no_worker() -> None:
+    tenant = msgspec.structs.replace(REPORT.tenants[0], worker_pid=0, driver="")
+    text = _printed(msgspec.structs.replace(REPORT, tenants=[tenant]))
     assert next(line for line in text.splitlines() if line.strip().startswith("acme")).split()[2:4] == ["-", "-"]
 
 
@@ -160,6 +200,7 @@ def test_limits_are_shown_as_they_are_written() -> None:
 ENGINE = TenantStatistics(
     step_s=12.5,
     prompt_tokens=1_000,
+    cached_tokens=3_000,
     output_tokens=2_000,
     held_s=3.0,
     preemptions=2,
@@ -213,6 +254,7 @@ def test_a_tenant_shows_what_is_set_what_is_enforced_and_what_is_used() -> None:
         "used engine: 12.5 s in its steps, 3.0 s held back",
         "used engine queue: 0.250 s each, for 8 requests",
         "used engine preempted: 2 times, 640 tokens read again",
+        "used prefix cache: 3,000 tokens of prompts, 75% of them",
         "used KV blocks now: 17",
         "not kept: memory.max: no [controller]",
         "not kept: memory.high: no [controller]",

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from seedance.daemon.control import EngineReport, GatewayReport, StatusReport, TenantStatus
 from seedance.daemon.top import ProcessSample, Rates, Sample, TenantRates, parse_process, rates, table
-from seedance.engine.scheduling import NOTHING_COUNTED
+from seedance.engine.scheduling import NOTHING_COUNTED, TenantStatistics
 from seedance.qos.limiter import LimiterStatistics
 from seedance.qos.quota import Quota
 from seedance.qos.usage import TenantUsage
@@ -48,6 +48,10 @@ def _sample(
     return Sample(report=report, processes=processes or {})
 
 
+def _counted(**counters: float) -> TenantStatistics:
+    return msgspec.structs.replace(NOTHING_COUNTED, **counters)
+
+
 def _only(before: Sample, after: Sample) -> TenantRates:
     (tenant,) = rates(before, after).tenants
     return tenant
@@ -74,8 +78,9 @@ def test_rates_are_differences_over_the_time_between() -> None:
         ingress_dropped_packets=4,
         rtt_us=2500,
     )
-    before = msgspec.structs.replace(before, engine=msgspec.structs.replace(NOTHING_COUNTED, step_s=1.0, held_s=5.0))
-    after = msgspec.structs.replace(after, engine=msgspec.structs.replace(NOTHING_COUNTED, step_s=1.5, held_s=6.0))
+    before = msgspec.structs.replace(before, engine=_counted(step_s=1.0, held_s=5.0, cached_tokens=10))
+    counted = _counted(step_s=1.5, held_s=6.0, prompt_tokens=30, cached_tokens=20)
+    after = msgspec.structs.replace(after, engine=counted)
     found = rates(_sample(100.0, before), _sample(102.0, after, processes={44: ProcessSample(cpu_s=5, rss_bytes=4096)}))
     assert (found.elapsed_s, found.engine, found.pid) == (2.0, "ready", 42)
     assert found.tenants == [
@@ -87,6 +92,7 @@ def test_rates_are_differences_over_the_time_between() -> None:
             output_tokens_per_s=100.0,
             engine=0.25,
             held=0.5,
+            cached=0.25,
             cpu=0.5,
             throttled=0.25,
             rss_bytes=4096,
@@ -163,6 +169,7 @@ def test_the_table_fits_into_80_columns() -> None:
         output_tokens_per_s=9_999,
         engine=0.25,
         held=0.75,
+        cached=0.42,
         cpu=15.99,
         throttled=1.0,
         rss_bytes=123_456_789,
@@ -182,3 +189,13 @@ def test_the_table_fits_into_80_columns() -> None:
     assert (lines[0].strip(), len(lines)) == (head, 4)
     assert " ".join(lines[2].split()[1:]) == busy_row
     assert " ".join(lines[3].split()) == idle_row
+
+
+def test_a_wide_screen_shows_more() -> None:
+    found = rates(_sample(0.0, _tenant()), _sample(1.0, _tenant()))
+    (tenant,) = found.tenants
+    shown = msgspec.structs.replace(found, tenants=[msgspec.structs.replace(tenant, held=0.75, cached=0.42)])
+    out = io.StringIO()
+    Console(file=out, width=100).print(table(shown, 100))
+    _, head, row = out.getvalue().splitlines()
+    assert (head.split()[-2:], row.split()[-2:]) == (["held", "cached"], ["75%", "42%"])

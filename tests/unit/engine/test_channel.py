@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from typing import Any
@@ -9,8 +10,20 @@ from typing import Any
 import pytest
 
 from seedance.engine import adapter, channel
-from seedance.engine.channel import Abort, Batch, Delta, EngineChanged, Receiver, Refused, Submit, encode, pack_singles
-from seedance.engine.request import FinishReason, ModelInfo, Sampling, TokenLogprobs
+from seedance.engine.channel import (
+    Abort,
+    Batch,
+    Delta,
+    EngineChanged,
+    QueueBound,
+    Receiver,
+    Refused,
+    SetPaused,
+    Submit,
+    encode,
+    pack_singles,
+)
+from seedance.engine.request import FinishReason, ModelInfo, Sampling, TokenLogprobs, Urgency
 from seedance.errors import RemoteProtocolError
 
 MODEL = ModelInfo(
@@ -23,7 +36,9 @@ TO_HOST: list[channel.ToHost] = [
         [],
         Sampling(max_tokens=1, seed=-5, stop_token_ids=(3, 4), logit_bias={7: -1.5}, logprobs=0, json_schema="{}"),
     ),
+    Submit(3, [1], Sampling(max_tokens=5), Urgency(12.5, 0.25, 0.125)),
     Abort([1, 2, 3]),
+    SetPaused([1, 2], True),
 ]
 TO_WORKER: list[channel.ToWorker] = [
     Batch([Delta(1, [2, 3]), Delta(2, [], FinishReason.ERROR, None, 16, "cannot go on")]),
@@ -32,6 +47,9 @@ TO_WORKER: list[channel.ToWorker] = [
     EngineChanged("ready", "", MODEL),
     EngineChanged("dead", "killed", None),
     Refused(9, "context_too_long", "cannot take so long a prompt"),
+    Refused(9, "overloaded", "cannot take this request", 2.5),
+    QueueBound(12, 3.5),
+    QueueBound(None, 0.0),
 ]
 
 
@@ -43,6 +61,14 @@ def test_messages_come_back_whole(kind: Any, messages: list[Any]) -> None:
     assert receiver.receive_data(b"".join(map(encode, messages))) == messages
     for message in messages:
         assert receiver.receive_data(encode(message)) == [message]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
+def test_urgency_that_cannot_be_put_in_order_is_no_message(wrong: float) -> None:
+    for urgency in (Urgency(wrong), Urgency(None, wrong), Urgency(None, 0.0, wrong)):
+        message = encode(Submit(1, [1], Sampling(max_tokens=1), urgency))
+        with pytest.raises(RemoteProtocolError, match="cannot read a channel message"):
+            Receiver(channel.ToHost).receive_data(message)
 
 
 def test_singles_are_pairs_of_stream_and_token() -> None:

@@ -20,6 +20,7 @@ from seedance.engine.channel import (
     Batch,
     Delta,
     EngineChanged,
+    QueueBound,
     Receiver,
     Refused,
     SetPaused,
@@ -32,7 +33,7 @@ from seedance.engine.channel import (
 from seedance.engine.host import RESTART_MAX_S, EngineHost, create_adapter
 from seedance.engine.ledger import STREAMS, Ledger
 from seedance.engine.packets import PacketSocket, pair
-from seedance.engine.request import FinishReason, ModelInfo, Sampling, TenantContext
+from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, TenantContext, Urgency
 from seedance.engine.settings import EngineSettings
 from seedance.engine.synthetic import SyntheticAdapter
 from seedance.errors import EngineDead, EngineError
@@ -49,6 +50,7 @@ class FakeAdapter:
     def __init__(self) -> None:
         self.starts: list[float] = []
         self.submitted: list[tuple[int, str, list[int], Sampling]] = []
+        self.urgencies: list[Urgency] = []
         self.aborted: list[int] = []
         self.paused: dict[int, bool] = {}
         self.stopped = 0
@@ -66,9 +68,17 @@ class FakeAdapter:
             raise self.fail_start
         return MODEL
 
-    def submit(self, key: int, tenant: TenantContext, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+    def submit(
+        self,
+        key: int,
+        tenant: TenantContext,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        urgency: Urgency = NOT_URGENT,
+    ) -> None:
         if self.refuse is not None:
             raise self.refuse
+        self.urgencies.append(urgency)
         self.submitted.append((key, tenant.name, list(prompt_token_ids), sampling))
 
     def abort(self, keys: Sequence[int]) -> None:
@@ -136,11 +146,11 @@ async def settle() -> None:
 
 
 @contextlib.asynccontextmanager
-async def scene(*, start: bool = True) -> AsyncIterator[Scene]:
+async def scene(*, start: bool = True, queue: int = 0) -> AsyncIterator[Scene]:
     it = Scene()
     serving = asyncio.create_task(it.host.serve())
     if start:
-        it.host.start_engine(it.adapter)
+        it.host.start_engine(it.adapter, queue)
     await settle()
     await it.attach()
     it.heard()
@@ -375,3 +385,38 @@ async def test_descriptor_where_none_belongs_ends_the_host_and_is_closed() -> No
         await settle()
         assert it.adapter.stopped == 1
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@run
+async def test_a_full_queue_is_told_and_kept() -> None:
+    async with scene(queue=2) as it:
+        sampling = Sampling(max_tokens=3)
+        await it.say(*(Submit(stream, [1], sampling) for stream in (1, 2, 3)))
+        full, refused = it.heard()
+        assert full == QueueBound(1, 0.0)
+        assert isinstance(refused, Refused)
+        assert (refused.stream, refused.code, refused.retry_after_s) == (3, "overloaded", 1.0)
+        first, second = (key for key, *_ in it.adapter.submitted)
+        it.host.step_completed([Output(first, [7])])
+        free, batch = it.heard()
+        assert isinstance(free, QueueBound) and isinstance(batch, Batch)
+        assert free.most is None
+        assert free.starts_per_s > 0
+        await it.say(Submit(4, [1], sampling))
+        assert [type(message) for message in it.heard()] == [QueueBound]
+        await it.say(Abort([4]))
+        assert it.heard() == [QueueBound(None, free.starts_per_s)]
+        await it.say(Submit(5, [1], sampling))
+        it.adapter.events.state_changed(EngineState.DEAD, "killed")
+        *_, told, dead = it.heard()
+        assert isinstance(told, QueueBound) and isinstance(dead, EngineChanged)
+        assert told.most is None, "those that waited are gone"
+        assert second not in it.adapter.aborted
+
+
+@run
+async def test_how_urgent_a_request_is_reaches_the_engine() -> None:
+    async with scene() as it:
+        urgent = Urgency(12.5, 0.25, 0.01)
+        await it.say(Submit(1, [1], Sampling(max_tokens=3), urgent), Submit(2, [1], Sampling(max_tokens=3)))
+        assert it.adapter.urgencies == [urgent, NOT_URGENT]

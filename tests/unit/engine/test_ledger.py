@@ -27,6 +27,7 @@ def make_statistics(number: int) -> TenantStatistics:
     return TenantStatistics(
         step_s=number / 4,
         prompt_tokens=number,
+        cached_tokens=number,
         output_tokens=number,
         held_s=number / 4,
         preemptions=number,

@@ -90,7 +90,18 @@ def test_cached_tokens_are_not_read() -> None:
     policy.step_scheduled({"x": 20}, 0.0, {"x": 80})
     policy.step_ended(0.01)
     entry = policy.statistics(0.01)[1]
-    assert (entry.prompt_tokens, entry.output_tokens) == (20, 1)
+    assert (entry.prompt_tokens, entry.cached_tokens, entry.output_tokens) == (20, 80, 1)
+
+
+def test_what_a_preempted_request_finds_in_the_cache_is_no_hit() -> None:
+    policy = Policy(settings(), 0.0)
+    policy.submitted("x", 1, 100, 10, 0.0)
+    for now_s, cached in ((0.0, 80), (0.1, 96)):
+        policy.step_begins(now_s, 100, 8)
+        policy.step_scheduled({"x": 100 - cached}, now_s, {"x": cached})
+        policy.step_ended(now_s + 0.01)
+        policy.preempted("x")
+    assert policy.statistics(0.2)[1].cached_tokens == 80
 
 
 def test_what_was_not_scheduled_is_planned_anew() -> None:
@@ -247,6 +258,69 @@ def test_a_far_client_goes_a_little_earlier() -> None:
     engine.submit("far", 1, rtt_s=0.04)
     engine.finish("running")
     assert engine.step()[0].admit == ["far"]
+
+
+def test_a_jittery_client_goes_earlier_than_a_far_one() -> None:
+    engine = Engine(slots=1)
+    engine.submit("running", 1)
+    engine.step()
+    engine.submit("far", 1, rtt_s=0.03)
+    engine.submit("jittery", 1, rtt_s=0.01, rtt_variance_s=0.015)
+    engine.finish("running")
+    assert engine.step()[0].admit == ["jittery"]
+
+
+def full(engine: Engine, row: int, count: int) -> None:
+    for number in range(count):
+        engine.submit(f"{row}.{number}", row)
+    engine.step()
+    assert len(engine.running) == count
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        (TenantLimits(weight=4.0), TenantLimits(weight=1.0, priority=1)),
+        (TenantLimits(priority=1), TenantLimits(priority=3)),
+    ],
+)
+def test_a_class_of_higher_priority_takes_a_slot(low: TenantLimits, high: TenantLimits) -> None:
+    engine = Engine(slots=4)
+    engine.policy.set_tenant(1, low, 0.0)
+    engine.policy.set_tenant(2, high, 0.0)
+    full(engine, 1, 4)
+    engine.submit("urgent", 2)
+    step, scheduled = engine.step()
+    assert (len(step.preempt), step.admit, "urgent" in scheduled) == (1, ["urgent"], True)
+    engine.submit("more", 1)
+    assert engine.step()[0].preempt == [], "nobody yields to a lower class"
+
+
+def test_a_near_deadline_takes_a_slot_of_a_lower_class_and_of_no_other() -> None:
+    engine = Engine(slots=2)
+    for row, weight in ((1, 1.0), (2, 4.0), (3, 4.0)):
+        engine.policy.set_tenant(row, TenantLimits(weight=weight), 0.0)
+    engine.submit("low", 1)
+    engine.submit("equal", 2)
+    engine.step()
+    engine.submit("at leisure", 3, deadline_s=engine.now_s + 60.0)
+    assert engine.step()[0].preempt == []
+    engine.submit("soon", 3, deadline_s=engine.now_s + 0.05)
+    step, _ = engine.step()
+    assert (step.preempt, step.admit) == (["low"], ["soon"])
+    engine.submit("sooner", 3, deadline_s=engine.now_s)
+    assert engine.step()[0].preempt == []
+
+
+def test_a_change_of_priority_counts_for_what_comes_later() -> None:
+    engine = Engine(slots=1)
+    full(engine, 1, 1)
+    engine.submit("before", 2)
+    engine.policy.set_tenant(2, TenantLimits(priority=1), engine.now_s)
+    assert engine.step()[0].preempt == []
+    engine.submit("after", 2)
+    step, _ = engine.step()
+    assert (step.preempt, step.admit) == (["1.0"], ["after"])
 
 
 def test_the_bounds_of_what_fits() -> None:

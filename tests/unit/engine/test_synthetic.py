@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support.virtual_time import run_in_virtual_time
 
 from seedance.engine.adapter import EngineState, Output
 from seedance.engine.ledger import Ledger
 from seedance.engine.request import FinishReason, Sampling
 from seedance.engine.scheduling import TenantLimits
 from seedance.engine.settings import EngineSettings, SyntheticSettings
-from seedance.engine.synthetic import SyntheticEngine
+from seedance.engine.synthetic import SyntheticAdapter, SyntheticEngine
 from seedance.engine.synthetic_stream import expected_token_ids
 from seedance.engine.synthetic_vocabulary import EOS_ID, VOCAB_SIZE, decode_text, encode_text
 from seedance.errors import EngineError
@@ -314,3 +317,37 @@ def test_an_engine_that_may_run_nobody_looks_once_a_second(tokens_per_s: float) 
     assert due is not None
     assert due <= 6.1
     ledger.close()
+
+
+class Nobody:
+    """Is told of an engine, and does nothing."""
+
+    def step_completed(self, outputs: Sequence[Output]) -> None:
+        pass
+
+    def state_changed(self, state: EngineState, detail: str) -> None:
+        pass
+
+
+def test_an_idle_engine_gives_signs_of_life() -> None:
+    async def main() -> None:
+        ledger = Ledger.create()
+        loop = asyncio.get_running_loop()
+        adapter = SyntheticAdapter(EngineSettings(kind="synthetic", name="made-up"), ledger, loop)
+        await adapter.start(Nobody())
+        beats = []
+        for _ in range(3):
+            await asyncio.sleep(10.5)
+            record = ledger.engine()
+            assert record is not None
+            beats.append(loop.time() - record.beat_s)
+        await adapter.stop()
+        assert max(beats) <= 1.0
+        assert min(beats) >= 0.0
+        await asyncio.sleep(10.5)
+        record = ledger.engine()
+        assert record is not None
+        assert record.beat_s == 0.0, "one that was stopped lives no more"
+        ledger.close()
+
+    run_in_virtual_time(main())

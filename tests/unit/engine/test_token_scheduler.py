@@ -8,6 +8,7 @@ import pytest
 from support.workloads import settings
 
 from seedance.engine.ledger import Ledger
+from seedance.engine.request import NOT_URGENT, Urgency
 from seedance.engine.scheduling import Step, TenantLimits, TenantStatistics
 from seedance.engine.token_scheduler import TokenScheduler
 from seedance.errors import EngineError
@@ -27,8 +28,8 @@ class Engine:
         self.running: set[str] = set()
         self.left_out: set[str] = set()
 
-    def submit(self, key: str, row: int, stream: int, prompt_tokens: int = 10) -> None:
-        self.scheduler.submitted(key, row, stream, prompt_tokens, 1_000, self.now_s)
+    def submit(self, key: str, row: int, stream: int, prompt_tokens: int = 10, urgency: Urgency = NOT_URGENT) -> None:
+        self.scheduler.submitted(key, row, stream, prompt_tokens, 1_000, self.now_s, urgency)
         self.unread[key] = prompt_tokens
 
     def step(self) -> tuple[Step, dict[str, int]]:
@@ -102,6 +103,20 @@ def test_a_request_that_comes_paused_waits(engine: Engine) -> None:
     engine.ledger.set_paused(7, False)
     assert engine.scheduler.wake_at(engine.now_s) == engine.now_s
     assert engine.step()[1] == {"a": 10}
+
+
+def test_how_urgent_a_request_is_reaches_the_policy(engine: Engine) -> None:
+    limit(engine, 1, TenantLimits(weight=1.0))
+    limit(engine, 2, TenantLimits(weight=4.0))
+    for stream in range(8):
+        engine.submit(f"low {stream}", 1, stream)
+    engine.step()
+    engine.submit("at leisure", 2, 8)
+    assert engine.step()[0].preempt == []
+    engine.submit("soon", 2, 9, urgency=Urgency(engine.now_s + 0.01, 60.0, 60.0))
+    step, _ = engine.step()
+    assert len(step.preempt) == 1
+    assert step.admit == ["soon"]
 
 
 def test_statistics_and_steps_are_told(engine: Engine) -> None:

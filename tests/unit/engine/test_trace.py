@@ -16,6 +16,7 @@ SECOND = Arrival(
     max_tokens=9,
     priority=1,
     rtt_s=0.05,
+    rtt_variance_s=0.01,
     deadline_s=2.0,
 )
 

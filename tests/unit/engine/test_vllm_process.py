@@ -9,6 +9,7 @@ import pytest
 
 from seedance.engine.vllm_control import VllmSettings
 from seedance.engine.vllm_process import environment, exit_text, last_line
+from seedance.qos.gpu import GpuPart
 
 
 def test_a_local_model_makes_no_hub_calls(tmp_path: Path) -> None:
@@ -56,3 +57,13 @@ def test_the_last_line_of_a_log(tmp_path: Path, text: str | None, line: str) -> 
     if text is not None:
         log.write_text(text)
     assert last_line(log) == line
+
+
+def test_the_part_of_a_gpu_is_told_to_cuda() -> None:
+    part = GpuPart(device="GPU-1", threads=0.25, memory_bytes=2 << 30)
+    settings = VllmSettings(model="m", name="m", run_dir="/run/x", gpu=part)
+    env = environment(settings, {"CUDA_VISIBLE_DEVICES": "7"})
+    assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]) == ("GPU-1", "25")
+    assert env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2048M"
+    whole = VllmSettings(model="m", name="m", run_dir="/run/x")
+    assert environment(whole, {"CUDA_VISIBLE_DEVICES": "7"})["CUDA_VISIBLE_DEVICES"] == "7"

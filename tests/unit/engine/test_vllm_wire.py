@@ -82,7 +82,7 @@ def test_an_add_request_has_vllms_fields_in_vllms_order() -> None:
     assert salt == "salt-of-acme"
     assert params["max_tokens"] == 8
     assert params["output_kind"] == 1
-    assert params["extra_args"] == {"row": 0}
+    assert params["extra_args"] == {"row": 0, "urgency": [None, 0.0, 0.0]}
 
 
 def test_outputs_of_one_step_come_in_the_cores_order_with_their_keys() -> None:

@@ -94,9 +94,9 @@ def test_quota_travels_as_msgpack() -> None:
 
 
 def test_file_goes_over_its_class_key_by_key() -> None:
-    night = load_class({"tokens": {"streams": 4, "per_day": 1000}, "weight": 7}, "night", "c")
+    night = load_class({"tokens": {"streams": 4, "per_day": 1000}, "weight": 7, "priority": 2}, "night", "c")
     quota = load('class = "night"\n[tokens]\nper_day = 5', "t", "acme", {"night": night, **BUILT_IN_CLASSES})
-    assert (quota.tokens.streams, quota.tokens.per_day, quota.weight) == (4, 5, 7)
+    assert (quota.tokens.streams, quota.tokens.per_day, quota.weight, quota.priority) == (4, 5, 7, 2)
     quota = load('class = "night"\n[tokens]\nper_day = "unlimited"', "t", "acme", {"night": night})
     assert (quota.tokens.streams, quota.tokens.per_day) == (4, None)
 
@@ -180,6 +180,7 @@ def test_classes_extend_built_in_ones() -> None:
     ("table", "name", "where"),
     [
         ({"weight": 0}, "night", "classes.night.weight"),
+        ({"priority": 4}, "night", "classes.night.priority"),
         ({"keys": []}, "night", "classes.night.keys"),
         ({"class": "gold"}, "night", "classes.night.class"),
         ({"tokens": {"streems": 1}}, "night", "classes.night.tokens.streems"),

@@ -8,6 +8,7 @@ import pytest
 
 from seedance.daemon.doctor.facts import DaemonFacts, Facts
 from seedance.daemon.doctor.judge import JUDGES, KERNEL_OPTIONS, Finding, examine, exit_status
+from seedance.qos.gpu import GpuPart
 
 WELL: dict[str, Any] = {
     "config_path": "/etc/seedance/seedanced.toml",
@@ -178,6 +179,19 @@ def test_what_is_not_well_says_what_to_do_about_it() -> None:
         ("gpu", {"engine": "vllm", "vllm": "vllm 0.32.0", "gpus": ("H200",), "gpu_driver": "580"}, "ok", "580: H200"),
         ("mps", {"gpus": ("H200",)}, "ok", "not running"),
         ("mps", {"gpus": ("H200",), "mps": True}, "ok", "runs"),
+        ("mps", {"gpus": ("H200",), "gpu_part": GpuPart(threads=0.5)}, "fail", "nothing keeps engine.gpu.threads"),
+        ("mps", {"gpus": ("H200",), "gpu_part": GpuPart(memory_bytes=1), "mps": True}, "ok", "runs"),
+        ("mps", {"mps": True, "gpu_part": GpuPart(threads=0.5)}, "fail", "nothing keeps"),
+        ("mig", {"gpus": ("L4",)}, "ok", "no GPU of this kind can be divided"),
+        ("mig", {"gpus": ("H200",), "mig": True}, "ok", "no GPU is divided"),
+        ("mig", {"gpus": ("H200",), "mig": True, "mig_instances": ("MIG-1", "MIG-2")}, "ok", "MIG-1, MIG-2"),
+        ("mig", {"gpu_part": GpuPart(device="MIG-3")}, "fail", "no instance MIG-3; there is none"),
+        (
+            "mig",
+            {"gpus": ("H200",), "mig": True, "mig_instances": ("MIG-1",), "gpu_part": GpuPart(device="MIG-3")},
+            "fail",
+            "no instance MIG-3; there is MIG-1",
+        ),
         ("model", {"engine": "vllm", "model": "/m", "model_tokens": 262_144}, "ok", "a tokenizer of 262,144 tokens"),
         ("model", {"engine": "vllm", "model_error": "there is no directory '/m'"}, "fail", "no directory"),
         ("model", {"engine": "vllm", "model": "a/b", "model_is_remote": True}, "warn", "hub"),

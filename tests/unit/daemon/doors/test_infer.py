@@ -37,6 +37,11 @@ def test_a_request_with_a_prompt() -> None:
     assert parsed(prompt="x", stream_options={"include_usage": True}).streams()
 
 
+def test_a_request_with_a_deadline() -> None:
+    assert parsed(prompt="x", deadline_ms=250).deadline_ms == 250
+    assert parsed(prompt="x").deadline_ms is None
+
+
 def test_a_request_with_messages() -> None:
     content = [{"type": "text", "text": "Hi"}]
     request = parsed(messages=[{"role": "user", "content": content}], chat_template_kwargs={"x": 1})
@@ -55,6 +60,9 @@ def test_cancel() -> None:
         ({}, "prompt"),
         ({"prompt": "a", "messages": USER}, "prompt"),
         ({"prompt": 5}, "prompt"),
+        ({"prompt": "a", "deadline_ms": 0}, "deadline_ms"),
+        ({"prompt": "a", "deadline_ms": 1.5}, "deadline_ms"),
+        ({"prompt": "a", "deadline_ms": 86_400_001}, "deadline_ms"),
         ({"prompt": []}, "prompt"),
         ({"prompt": "a", "temperature": "x"}, "temperature"),
         ({"prompt": "a", "n": 2}, "n"),
