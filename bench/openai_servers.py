@@ -180,7 +180,7 @@ class Seedanced(ServerProcess):
 
     def is_engine(self, pid: int) -> bool:
         """Say whether this is the fork server of the engine cores, or one of them."""
-        return "seedance.engine.vllm_core" in command_line(pid) or process_name(pid).startswith("VLLM::")
+        return "seedance.engine.vllm_zygote" in command_line(pid) or process_name(pid).startswith("VLLM::")
 
 
 class VllmServer(ServerProcess):

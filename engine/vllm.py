@@ -1,6 +1,6 @@
 """The vLLM adapter: drives an EngineCore over its own sockets from the host's event loop, without importing vllm.
 
-`vllm_core` says which processes there are and what happens when one dies; `vllm_wire` says what goes over the sockets.
+`vllm_zygote` says which processes there are and what happens when one dies; `vllm_wire` what goes over the sockets.
 Here are the process, the sockets and the engine's state. The fork server outlives an EngineCore that died, so that
 `start` after DEAD takes about two seconds; `stop` ends both.
 

@@ -19,7 +19,7 @@ from seedance.engine import vllm_control as control
 from seedance.engine.ledger import Ledger
 from seedance.engine.vllm_control import VllmSettings
 
-_PROGRAM: Final = "seedance.engine.vllm_core"
+_PROGRAM: Final = "seedance.engine.vllm_zygote"
 _LOG_TAIL_BYTES: Final = 4096
 
 

@@ -2,7 +2,7 @@
 
 The core connects a DEALER to our ROUTER (requests) and a PUSH to our PULL (one message per engine step). A request is
 the frames (identity, type, msgpack); structs travel as arrays in field order, sampling parameters as a map by name.
-The layout is vLLM's own affair: ours is that of vLLM 0.32, `vllm_core` compares it with the installed one at start.
+The layout is vLLM's own affair: ours is that of vLLM 0.32, `vllm_zygote` compares it with the installed one at start.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import time
 import msgspec
 
 from seedance.engine import vllm_control as control
-from seedance.engine.vllm_core import Zygote
+from seedance.engine.vllm_zygote import Zygote
 
 LAUNCH = control.Launch(1, control.VllmSettings(model="m", name="m", run_dir="/"), "ipc://in", "ipc://out")
 
@@ -29,7 +29,7 @@ def sleep(_: socket.socket, __: control.Launch) -> int:
 
 
 def be_zygote(control_fd: int, adapter_pid: int) -> None:
-    """Serve as `vllm_core` does, less the import; what is forked ignores SIGTERM from its first moment."""
+    """Serve as `vllm_zygote` does, less the import; what is forked ignores SIGTERM from its first moment."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Zygote(socket.socket(fileno=control_fd), adapter_pid, sleep, stop_grace_s=0.1).serve()
 

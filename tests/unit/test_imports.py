@@ -15,8 +15,8 @@ ORDER: Final = ("errors", "bpf", "qos", "engine", "daemon")
 """A module may import from its own folder and from those to the left of it."""
 
 HEAVY: Final = frozenset(("torch", "transformers", "vllm"))
-HEAVY_ALLOWED: Final = frozenset(("seedance.engine.gguf", "seedance.engine.vllm_core"))
-"""These run in the engine's own process (or before there is one), and nobody imports them."""
+HEAVY_ALLOWED: Final = frozenset(("seedance.engine.gguf", "seedance.engine.vllm_core", "seedance.engine.vllm_zygote"))
+"""These run in the engine's own process (or before there is one), and nobody else imports them."""
 
 # fmt: off
 PURE: Final = (
@@ -109,7 +109,7 @@ def test_folders_are_imported_by_their_full_name(module: str) -> None:
 def test_engines_are_imported_in_their_own_process_only(module: str) -> None:
     brought = {top(name) for name in IMPORTS[module]} & HEAVY
     assert not brought or module in HEAVY_ALLOWED
-    assert not IMPORTS[module] & HEAVY_ALLOWED
+    assert module in HEAVY_ALLOWED or not IMPORTS[module] & HEAVY_ALLOWED
 
 
 @pytest.mark.parametrize("process", ["worker", "zygote", "gateway", "supervisor", "app", "ctl"])

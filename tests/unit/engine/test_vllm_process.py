@@ -32,7 +32,7 @@ def test_the_operators_environment_stays_except_what_must_hold() -> None:
     assert env["TMPDIR"] == "/run/x/tmp"
     assert env["VLLM_CACHE_ROOT"] == "/state"
     import_root, plugins = env["PYTHONPATH"].split(os.pathsep)
-    assert (Path(import_root) / "seedance" / "engine" / "vllm_core.py").is_file()
+    assert (Path(import_root) / "seedance" / "engine" / "vllm_zygote.py").is_file()
     assert plugins == "/plugins"
 
 
