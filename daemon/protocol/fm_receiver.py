@@ -62,6 +62,8 @@ class Receiver(Generic[T]):
         "_backoff",
         "_early",
         "_early_bytes",
+        "_heard_at_s",
+        "_heard_seq",
         "_nacked_at_s",
         "_ring_bytes",
         "_unacked_bytes",
@@ -79,10 +81,18 @@ class Receiver(Generic[T]):
         self._early: dict[int, tuple[T, int, float]] = {}
         self._early_bytes = 0
         self._ring_bytes = ring_bytes
+        # The highest that came while something before it is missing, and when; it may have had no room in the ring.
+        self._heard_seq = 0
+        self._heard_at_s = NEVER
         self._nacked_at_s: dict[int, float] = {}
         self._backoff = 1
         self._unacked_frames = 0
         self._unacked_bytes = 0
+
+    @property
+    def has_gap(self) -> bool:
+        """Tell whether frames came from behind one that was missing: after each delivery, `take_ready` goes on."""
+        return self._heard_seq > 0
 
     @property
     def early_frames(self) -> int:
@@ -110,10 +120,12 @@ class Receiver(Generic[T]):
         if distance < 0 or seq in self._early:
             self.ack_due_s = now
             return Placed.DROPPED
+        if not self._heard_seq:
+            self.nack_due_s = now + round_trip.reordering_s
+        if seq > self._heard_seq:
+            self._heard_seq, self._heard_at_s = seq, now
         if self._early_bytes + size > self._ring_bytes:
             return Placed.DROPPED
-        if not self._early:
-            self.nack_due_s = now + round_trip.reordering_s
         self._early[seq] = (item, size, now)
         self._early_bytes += size
         return Placed.EARLY
@@ -131,7 +143,8 @@ class Receiver(Generic[T]):
             self._backoff = 1
             for seq in [seq for seq in self._nacked_at_s if seq < self.expected_seq]:
                 del self._nacked_at_s[seq]
-        if not early:
+        if self._heard_seq < self.expected_seq:
+            self._heard_seq = 0
             self.nack_due_s = NEVER
 
     def missing_ranges(self, now: float, round_trip: RoundTrip) -> list[tuple[int, int]]:
@@ -168,8 +181,8 @@ class Receiver(Generic[T]):
     def _missing(self) -> list[tuple[int, float]]:
         """Return what is missing, in order, each with the time since which that can be told."""
         found: list[tuple[int, float]] = []
-        since_s = NEVER
-        for seq in range(max(self._early, default=0), self.expected_seq - 1, -1):
+        since_s = self._heard_at_s
+        for seq in range(self._heard_seq, self.expected_seq - 1, -1):
             early = self._early.get(seq)
             if early is None:
                 found.append((seq, since_s))
@@ -202,6 +215,7 @@ class Receiver(Generic[T]):
         """Forget what is early: the peer begins again behind what was delivered."""
         self._early.clear()
         self._early_bytes = 0
+        self._heard_seq = 0
         self._nacked_at_s.clear()
         self._backoff = 1
         self.nack_due_s = NEVER

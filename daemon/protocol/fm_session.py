@@ -247,7 +247,7 @@ class Session:
         placed = self._receiver.place(seq_id, message, size, now, self._round_trip)
         if placed is Placed.IN_ORDER:
             self._deliver(message)
-            if self._receiver.early_frames:
+            if self._receiver.has_gap:
                 for waited in self._receiver.take_ready(now):
                     self._deliver(waited)
                     if self._heartbeat is None:

@@ -30,7 +30,7 @@ WINDOWS = st.lists(st.tuples(st.floats(0, 5), st.sampled_from([0, 1, 5, 128])), 
 
 
 def simulate(scripts: list[Script], faults: Faults, seed: int, **bounds: int) -> Simulation:
-    options = Options(lossless=faults.lossless, **bounds)  # type: ignore[arg-type]
+    options = Options(lossless=faults.lossless, **bounds)
     return Simulation(scripts, faults, options, Random(seed))
 
 

@@ -30,7 +30,9 @@ def cases(name: str) -> list[dict[str, Any]]:
 
 def described(frame_fields: dict[str, Any]) -> tuple[int, Message]:
     """Return the frame that a vector describes."""
-    fields = {name: bytes.fromhex(value) if name in _HEX else value for name, value in frame_fields.items()}
+    fields: dict[str, Any] = {
+        name: bytes.fromhex(value) if name in _HEX else value for name, value in frame_fields.items()
+    }
     seq_id, kind = fields.pop("seq_id"), fields.pop("kind")
     message: Message = msgspec.convert(fields, _TYPES[kind], builtin_types=(bytes,))
     return seq_id, message
