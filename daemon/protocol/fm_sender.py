@@ -35,7 +35,7 @@ class Backpressure(enum.IntEnum):
     """What whoever sends has to do; over a quarter of the bound, three quarters, and all of it."""
 
     NONE = 0  # go on
-    PAUSE = 1  # it was taken; pause the stream, until `is_drained`
+    PAUSE = 1  # it was taken; pause the stream, until `take_drained`
     PARK = 2  # it was taken; the peer is no use as it is: close its connection and let the session wait
     REFUSED = 3  # it was not taken: end the stream with an error, or send it again when drained
 
@@ -170,7 +170,7 @@ class Sender:
         self._is_pressed = True
         return Backpressure.PAUSE if self.held_bytes < self._park_bytes else Backpressure.PARK
 
-    def is_drained(self) -> bool:
+    def take_drained(self) -> bool:
         """Tell once, after a send that asked for a pause, that half of what it takes for one is free again."""
         if not self._is_pressed or self.held_bytes > self._pause_bytes // 2:
             return False

@@ -270,7 +270,7 @@ class Session:
         self._look_for_room()
 
     def _look_for_room(self) -> None:
-        if self._sender.is_drained():
+        if self._sender.take_drained():
             self._events.append(Drained())
 
     def _nack_arrived(self, message: Any, now: float) -> None:
