@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 from seedance.daemon.protocol.fm_frame import Encoding
 from seedance.daemon.protocol.fm_messages import (
@@ -21,7 +21,7 @@ from seedance.daemon.protocol.fm_messages import (
 )
 from seedance.daemon.protocol.fm_receiver import Receiver
 from seedance.daemon.protocol.fm_sender import Backpressure, Sender
-from seedance.daemon.protocol.fm_session import Options, PeerGone, Session, Welcomed
+from seedance.daemon.protocol.fm_session import UNNUMBERED_FROM_BOTH, Options, PeerGone, Session, Welcomed
 from seedance.daemon.protocol.fm_states import FINAL_CODES, State, Trigger
 from seedance.daemon.protocol.fm_timing import NEVER, Heartbeat
 from seedance.daemon.protocol.frame import CloseCode
@@ -49,7 +49,7 @@ class ClientSession(Session):
         "client_id",
     )
 
-    ACCEPTED: ClassVar[frozenset[type]] = frozenset((Welcome, Accept, Tokens, End, Error, Note))
+    NUMBERED: ClassVar[frozenset[type]] = frozenset((Accept, Tokens, End, Error, Note))
 
     def __init__(
         self, client_id: str, *, encodings: Sequence[Encoding] = (Encoding.TEXT,), options: Options | None = None
@@ -122,16 +122,9 @@ class ClientSession(Session):
 
     # What the server sent.
 
-    def _unnumbered_arrived(self, seq_id: int, message: Message, now: float) -> bool:
-        if not isinstance(message, Welcome):
-            return False
-        if seq_id:
-            self._fail("protocol_error", "cannot take a sequence number with WELCOME")
-        elif self.state is State.RESTORING:  # else it came twice
-            self._welcome_arrived(message, now)
-        return True
-
     def _welcome_arrived(self, welcome: Welcome, now: float) -> None:
+        if self.state is not State.RESTORING:
+            return  # it came twice
         before = self._welcome
         continued = before is not None and before.epoch == welcome.epoch
         if welcome.encoding not in self._encodings or welcome.max_payload_bytes > self.options.payload_bytes:
@@ -189,3 +182,8 @@ class ClientSession(Session):
 
     def _trigger(self, code: str) -> Trigger:
         return Trigger.REFUSED if code in FINAL_CODES else Trigger.LOST
+
+    UNNUMBERED: ClassVar[Mapping[type, Callable[[Any, Any, float], None]]] = {
+        **UNNUMBERED_FROM_BOTH,
+        Welcome: _welcome_arrived,
+    }

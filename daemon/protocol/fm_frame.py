@@ -121,6 +121,8 @@ def split_message(message: bytes, payload_bytes: int) -> Iterator[tuple[int, int
 
 def parse_tokens(message: bytes, at: int, end: int) -> tuple[int, int, bytes]:
     """Return stream, encoding and data of the TOKENS body between `at` and `end`; raises RemoteProtocolError."""
+    if end - at > 1 and 0 < message[at] < _VARINT_MORE:  # nearly always
+        return message[at], message[at + 1], message[at + 2 : end]
     limit = min(end, at + _VARINT_BYTES)
     stream = shift = 0
     while at < limit:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
 from typing import Final
 
 from seedance.daemon.protocol.fm_frame import HEADER_BYTES, TOKENS_PREFIX_BYTES, frame, tokens_frame
@@ -38,6 +37,9 @@ class Backpressure(enum.IntEnum):
     PAUSE = 1  # it was taken; pause the stream, until `take_drained`
     PARK = 2  # it was taken; the peer is no use as it is: close its connection and let the session wait
     REFUSED = 3  # it was not taken: end the stream with an error, or send it again when drained
+
+
+_NONE: Final = Backpressure.NONE
 
 
 class _Delta:
@@ -128,7 +130,7 @@ class Sender:
         self._kept.append(framed)
         self._fresh.append(framed)
         self.held_bytes = held_bytes = held_bytes + len(prefix) + size + FRAME_COST_BYTES
-        return Backpressure.NONE if held_bytes < self._pause_bytes else self._pressure()
+        return _NONE if held_bytes < self._pause_bytes else self._pressure()
 
     def send(self, stream: int, payload: bytes, *, beyond_bound: bool = False) -> Backpressure:
         """Send any other numbered frame; it stays behind what was sent for its stream before."""
@@ -257,8 +259,9 @@ class Sender:
         return True
 
     def _release(self, seq: int) -> None:
-        for framed in islice(self._kept, seq - self.acked_seq):
-            self.held_bytes -= len(framed) - HEADER_BYTES + FRAME_COST_BYTES
-        for _ in range(seq - self.acked_seq):
-            self._kept.popleft()
+        kept, frames = self._kept, seq - self.acked_seq
+        released_bytes = frames * (FRAME_COST_BYTES - HEADER_BYTES)
+        for _ in range(frames):
+            released_bytes += len(kept.popleft())
+        self.held_bytes -= released_bytes
         self.acked_seq = seq

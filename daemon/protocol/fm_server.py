@@ -6,7 +6,8 @@ resume token up and goes on with `ServerSession.connect`, or refuses.
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -32,7 +33,7 @@ from seedance.daemon.protocol.fm_messages import (
     encode_payload,
 )
 from seedance.daemon.protocol.fm_sender import Backpressure
-from seedance.daemon.protocol.fm_session import Failed, Options, Session
+from seedance.daemon.protocol.fm_session import UNNUMBERED_FROM_BOTH, Failed, Options, Session
 from seedance.daemon.protocol.fm_states import State, Trigger
 from seedance.daemon.protocol.frame import CloseCode
 from seedance.errors import LocalProtocolError, RemoteProtocolError
@@ -130,7 +131,7 @@ class ServerSession(Session):
         "session_id",
     )
 
-    ACCEPTED: ClassVar[frozenset[type]] = frozenset((Hello, Infer, Part, Cancel, Error))
+    NUMBERED: ClassVar[frozenset[type]] = frozenset((Infer, Part, Cancel))
 
     def __init__(
         self,
@@ -219,7 +220,8 @@ class ServerSession(Session):
 
     def send_tokens(self, stream: int, data: bytes) -> Backpressure:
         """Send the bytes of one or more tokens in the encoding agreed on."""
-        return self._sender.send_tokens(stream, self._prefix(stream), data)
+        prefix = self._streams.get(stream) or self._prefix(stream)
+        return self._sender.send_tokens(stream, prefix, data)
 
     def end_stream(self, end: End) -> Backpressure:
         """Send the last of a stream."""
@@ -256,26 +258,21 @@ class ServerSession(Session):
 
     # What the client sent.
 
-    def _unnumbered_arrived(self, seq_id: int, message: Message, now: float) -> bool:
-        if not isinstance(message, Hello):
-            return False
-        if seq_id or message != self._hello:
-            self._fail("protocol_error", "cannot take another HELLO on the same connection")
-        else:
+    def _hello_arrived(self, hello: Hello, now: float) -> None:
+        if hello == self._hello:
             self._welcome()  # it came twice, or our answer was lost
-        return True
+        else:
+            self._fail("protocol_error", "cannot take another HELLO on the same connection")
 
     def _deliver(self, message: Message) -> None:
         if isinstance(message, Infer):
             self._infer_arrived(message)
-        elif isinstance(message, Part | Cancel):
+        else:
+            assert isinstance(message, Part | Cancel)
             if message.stream > self._last_stream:
                 self._fail("protocol_error", f"cannot go on with stream {message.stream}, which did not begin")
             elif not message.stream or message.stream in self._streams:
                 self._events.append(message)  # else it is over: the client did not know when it sent this
-        else:
-            assert isinstance(message, Error)
-            self._fail("protocol_error", "cannot take an ERROR about a stream from this side")
 
     def _infer_arrived(self, message: Infer) -> None:
         stream = message.stream
@@ -299,3 +296,8 @@ class ServerSession(Session):
     def is_parked(self) -> bool:
         """Tell whether the session waits for its client."""
         return self.state is State.RECONNECTING
+
+    UNNUMBERED: ClassVar[Mapping[type, Callable[[Any, Any, float], None]]] = {
+        **UNNUMBERED_FROM_BOTH,
+        Hello: _hello_arrived,
+    }

@@ -11,7 +11,7 @@ WebSocket) needs no timers but the heartbeat and the delayed ACK.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -108,8 +108,10 @@ class Session:
         "state",
     )
 
-    ACCEPTED: ClassVar[frozenset[type]] = frozenset()
-    """What the peer may send, beside what both may."""
+    NUMBERED: ClassVar[frozenset[type]] = frozenset()
+    """What the peer may send with a sequence number."""
+    UNNUMBERED: ClassVar[Mapping[type, Callable[[Any, Any, float], None]]] = {}
+    """What it may send without one, and what is done then."""
 
     def __init__(self, options: Options | None = None, next_seq: int = 1, expected_seq: int = 1) -> None:
         self.options = options = options or Options()
@@ -132,12 +134,12 @@ class Session:
         """Take a binary WebSocket message."""
         if self._heartbeat is None:
             return
+        self._heartbeat.heard()
         try:
             for seq_id, start, end in split_message(message, self._payload_bytes):
                 self._frame_arrived(seq_id, decode_payload(message, start, end), end - start, now)
                 if self._heartbeat is None:
                     return
-                self._heartbeat.heard()
         except RemoteProtocolError as error:
             self._fail("protocol_error", str(error), error.code)
 
@@ -224,20 +226,16 @@ class Session:
     # Frames that arrive.
 
     def _frame_arrived(self, seq_id: int, message: Message, size: int, now: float) -> None:
-        act = _ACTIONS.get(type(message))
-        if act is None and type(message) not in self.ACCEPTED:
-            self._fail("protocol_error", f"cannot take {type(message).__name__.upper()} from this side")
-        elif act is not None or (isinstance(message, Error) and not message.stream):
-            if seq_id:
-                self._fail("protocol_error", f"cannot take a sequence number with {type(message).__name__.upper()}")
-            else:
-                (act or Session._refused)(self, message, now)
-        elif not self._unnumbered_arrived(seq_id, message, now) and self.state is State.CONNECTED:
-            self._numbered_arrived(seq_id, message, size, now)
-
-    def _unnumbered_arrived(self, seq_id: int, message: Message, now: float) -> bool:
-        """Act on what only one side gets without a number; False when it is no such message."""
-        raise NotImplementedError
+        kind = type(message)
+        if kind in self.NUMBERED and not (isinstance(message, Error) and message.stream == 0):
+            if self.state is State.CONNECTED:  # else it overtook the WELCOME, and will come again
+                self._numbered_arrived(seq_id, message, size, now)
+        elif (act := self.UNNUMBERED.get(kind)) is None:
+            self._fail("protocol_error", f"cannot take {kind.__name__.upper()} from this side")
+        elif seq_id:
+            self._fail("protocol_error", f"cannot take a sequence number with {kind.__name__.upper()}")
+        else:
+            act(self, message, now)
 
     def _deliver(self, message: Message) -> None:
         """Act on a message that has come in order."""
@@ -288,6 +286,9 @@ class Session:
             self._round_trip.measured(sample_s)
 
     def _refused(self, message: Any, now: float) -> None:
+        if message.stream:
+            self._fail("protocol_error", "cannot take an ERROR about a stream from this side")
+            return
         self._events.append(message)
         self._end_connection(self._trigger(message.code), CloseCode.NORMAL)
 
@@ -365,7 +366,8 @@ class Session:
         return self._sender.send(stream, payload, beyond_bound=beyond_bound)
 
 
-_ACTIONS: Final[dict[type, Callable[[Session, Any, float], None]]] = {
+UNNUMBERED_FROM_BOTH: Final[Mapping[type, Callable[[Any, Any, float], None]]] = {
+    Error: Session._refused,
     Ack: Session._ack_arrived,
     Nack: Session._nack_arrived,
     Ping: Session._ping_arrived,
