@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from seedance.daemon.protocol.fm_frame import SEQ_MASK
 from seedance.daemon.protocol.fm_messages import RING_FRAMES
@@ -32,8 +32,6 @@ DEFAULT_RING_BYTES: Final = 4 << 20
 
 _HALF: Final = 1 << 31
 _MAX_BACKOFF: Final = 64
-
-T = TypeVar("T")
 
 
 class Placed(enum.Enum):
@@ -51,8 +49,8 @@ def unwrap(low: int, expected: int) -> int:
     return expected + ((low - expected + _HALF) & SEQ_MASK) - _HALF
 
 
-class Receiver(Generic[T]):
-    """Put frames in order; `T` is whatever stands for one.
+class Receiver:
+    """Put frames in order. What is early is held as the payload's bytes, whatever it may be once decoded.
 
     `expected_seq` is the next that is to be delivered. `ack_due_s` and `nack_due_s` are when `ack_sent` and
     `missing_ranges` are to be called, NEVER for not at all.
@@ -77,8 +75,8 @@ class Receiver(Generic[T]):
         self.expected_seq = expected_seq
         self.ack_due_s = NEVER
         self.nack_due_s = NEVER
-        # Early frames by sequence, each with its size and when it came.
-        self._early: dict[int, tuple[T, int, float]] = {}
+        # Early payloads by sequence, each with the time when it came.
+        self._early: dict[int, tuple[bytes, float]] = {}
         self._early_bytes = 0
         self._ring_bytes = ring_bytes
         # The highest that came while something before it is missing, and when; it may have had no room in the ring.
@@ -104,9 +102,12 @@ class Receiver(Generic[T]):
         """Return the size of the payloads that wait in the ring."""
         return self._early_bytes
 
-    def place(self, low: int, item: T, size: int, now: float, round_trip: RoundTrip) -> Placed:
-        """Take a frame with these low 32 bits of a sequence, and say what becomes of it."""
-        expected = self.expected_seq
+    def place(self, low: int, data: bytes, start: int, end: int, now: float, round_trip: RoundTrip) -> Placed:
+        """Take a frame with these low 32 bits of a sequence, and say what becomes of it.
+
+        Its payload is what `data` has from `start` to `end`.
+        """
+        expected, size = self.expected_seq, end - start
         if low == expected & SEQ_MASK:
             self.expected_seq = expected + 1
             self._delivered(size, now)
@@ -126,19 +127,20 @@ class Receiver(Generic[T]):
             self._heard_seq, self._heard_at_s = seq, now
         if self._early_bytes + size > self._ring_bytes:
             return Placed.DROPPED
-        self._early[seq] = (item, size, now)
+        self._early[seq] = (data[start:end], now)
         self._early_bytes += size
         return Placed.EARLY
 
-    def take_ready(self, now: float) -> Iterator[T]:
-        """Yield the frames that waited for the one that was just delivered."""
+    def take_ready(self, now: float) -> Iterator[bytes]:
+        """Yield the payloads that waited for the one that was just delivered."""
         early = self._early
         while early and (found := early.pop(self.expected_seq, None)) is not None:
             self.expected_seq += 1
-            self._early_bytes -= found[1]
-            self._delivered(found[1], now)
+            payload = found[0]
+            self._early_bytes -= len(payload)
+            self._delivered(len(payload), now)
             self.ack_due_s = now  # a gap is closed: the peer need not keep it
-            yield found[0]
+            yield payload
         if self._nacked_at_s:
             self._backoff = 1
             for seq in [seq for seq in self._nacked_at_s if seq < self.expected_seq]:
@@ -187,7 +189,7 @@ class Receiver(Generic[T]):
             if early is None:
                 found.append((seq, since_s))
             else:
-                since_s = min(since_s, early[2])
+                since_s = min(since_s, early[1])
         return found[::-1]
 
     # What the peer is told.

@@ -119,7 +119,7 @@ class Session:
         self.close_code: int | None = None
         self._window = options.window
         self._payload_bytes = options.payload_bytes
-        self._receiver: Receiver[Message] = Receiver(expected_seq, options.ring_bytes)
+        self._receiver = Receiver(expected_seq, options.ring_bytes)
         self._sender = Sender(options.bound_bytes, next_seq)
         self._round_trip = RoundTrip()
         self._heartbeat: Heartbeat | None = None
@@ -137,7 +137,7 @@ class Session:
         self._heartbeat.heard()
         try:
             for seq_id, start, end in split_message(message, self._payload_bytes):
-                self._frame_arrived(seq_id, decode_payload(message, start, end), end - start, now)
+                self._frame_arrived(seq_id, message, start, end, now)
                 if self._heartbeat is None:
                     return
         except RemoteProtocolError as error:
@@ -225,11 +225,13 @@ class Session:
 
     # Frames that arrive.
 
-    def _frame_arrived(self, seq_id: int, message: Message, size: int, now: float) -> None:
+    def _frame_arrived(self, seq_id: int, data: bytes, start: int, end: int, now: float) -> None:
+        message = decode_payload(data, start, end)
         kind = type(message)
         if kind in self.NUMBERED and not (isinstance(message, Error) and message.stream == 0):
             if self.state is State.CONNECTED:  # else it overtook the WELCOME, and will come again
-                self._numbered_arrived(seq_id, message, size, now)
+                placed = self._receiver.place(seq_id, data, start, end, now, self._round_trip)
+                self._placed(placed, message, now)
         elif (act := self.UNNUMBERED.get(kind)) is None:
             self._fail("protocol_error", f"cannot take {kind.__name__.upper()} from this side")
         elif seq_id:
@@ -241,13 +243,12 @@ class Session:
         """Act on a message that has come in order."""
         raise NotImplementedError
 
-    def _numbered_arrived(self, seq_id: int, message: Message, size: int, now: float) -> None:
-        placed = self._receiver.place(seq_id, message, size, now, self._round_trip)
+    def _placed(self, placed: Placed, message: Message, now: float) -> None:
         if placed is Placed.IN_ORDER:
             self._deliver(message)
             if self._receiver.has_gap:
                 for waited in self._receiver.take_ready(now):
-                    self._deliver(waited)
+                    self._deliver(decode_payload(waited, 0, len(waited)))
                     if self._heartbeat is None:
                         return
         elif placed is Placed.TOO_FAR:

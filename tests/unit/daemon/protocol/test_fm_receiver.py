@@ -20,10 +20,10 @@ from seedance.daemon.protocol.fm_timing import NEVER, RoundTrip
 
 
 class Driven:
-    """A receiver, its clock and a round trip of 80 ms; frames are their sequences."""
+    """A receiver, its clock and a round trip of 80 ms; payloads are their sequences in so many bytes."""
 
     def __init__(self, expected_seq: int = 1, ring_bytes: int = 1 << 20) -> None:
-        self.receiver: Receiver[int] = Receiver(expected_seq, ring_bytes)
+        self.receiver = Receiver(expected_seq, ring_bytes)
         self.trip = RoundTrip()
         for _ in range(100):
             self.trip.measured(0.08)
@@ -33,10 +33,11 @@ class Driven:
     def place(self, *seqs: int, size: int = 10) -> Placed:
         placed = Placed.DROPPED
         for seq in seqs:
-            placed = self.receiver.place(seq & 0xFFFFFFFF, seq, size, self.now, self.trip)
+            data = b"?" + seq.to_bytes(size, "big") + b"?"
+            placed = self.receiver.place(seq & 0xFFFFFFFF, data, 1, 1 + size, self.now, self.trip)
             if placed is Placed.IN_ORDER:
                 self.delivered.append(seq)
-                self.delivered += self.receiver.take_ready(self.now)
+                self.delivered += [int.from_bytes(each, "big") for each in self.receiver.take_ready(self.now)]
         return placed
 
     def missing_at(self, now: float) -> list[tuple[int, int]]:

@@ -106,8 +106,8 @@ def test_refused(case: dict[str, Any]) -> None:
 @each("sequences.json")
 def test_sequences(case: dict[str, Any]) -> None:
     expected, seq_id = case["expected_seq"], case["seq_id"]
-    receiver: Receiver[str] = Receiver(expected)
-    assert receiver.place(seq_id, "x", 1, 0.0, RoundTrip()) is OUTCOMES[case["outcome"]]
+    receiver = Receiver(expected)
+    assert receiver.place(seq_id, b"x", 0, 1, 0.0, RoundTrip()) is OUTCOMES[case["outcome"]]
     if "seq" in case:
         assert unwrap(seq_id, expected) == case["seq"]
 
