@@ -20,6 +20,7 @@ from seedance.daemon.protocol.fm_messages import (
     End,
     Infer,
     Modality,
+    Note,
     Part,
     Tokens,
 )
@@ -29,8 +30,9 @@ from seedance.daemon.protocol.fm_session import Drained, Options, PeerGone, Sess
 from seedance.daemon.protocol.fm_states import State
 
 STEP_S = 0.02
-GIVE_UP_S = 7200.0
-GIVE_UP_COUNT = 1_000_000
+GIVE_UP_S = 900.0
+GIVE_UP_COUNT = 300_000
+DELTAS_A_NOTE = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +251,8 @@ class Simulation:
             case End(stream=stream, usage=usage):
                 assert usage == {"completion_tokens": len(self.scripts[stream].deltas)}
                 self.ended.append(stream)
+            case Note(stream=stream, note=note):
+                assert int(note) == sum(map(len, self.text[stream])), "a note out of its place"
             case Welcomed() | Drained() | PeerGone():
                 pass
             case _:
@@ -346,6 +350,9 @@ class Simulation:
             if pressure is not Backpressure.REFUSED:
                 deltas.pop(0)
             self.heed(stream, pressure)
+            if pressure is not Backpressure.REFUSED and len(deltas) % DELTAS_A_NOTE == 0:
+                sent = self.scripts[stream].deltas[: len(self.scripts[stream].deltas) - len(deltas)]
+                self.server.note(Note(stream=stream, note=str(sum(map(len, sent)))))
         elif self.parts.get(stream, []) == self.scripts[stream].parts:
             del self._running[stream]
             usage = {"completion_tokens": len(self.scripts[stream].deltas)}
