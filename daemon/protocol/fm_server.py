@@ -117,7 +117,8 @@ class ServerSession(Session):
 
     `resume_token` and `session_id` are opaque here; whoever made them has checked that the HELLO may have this session.
     Events of a stream are `Infer`, `Part` and `Cancel`. A stream is over with `end_stream` or `fail_stream`, which
-    every stream gets, a cancelled one too.
+    every stream gets, a cancelled one too. An event may be of a stream that ended since: another one before it, of the
+    same turn, may have made its owner do so.
     """
 
     __slots__ = (
@@ -160,6 +161,16 @@ class ServerSession(Session):
         """Return the streams that are not over."""
         return frozenset(self._streams)
 
+    @property
+    def held_bytes(self) -> int:
+        """Return what the session holds for its client."""
+        return self._sender.held_bytes
+
+    @property
+    def oldest_seq(self) -> int:
+        """Return the oldest sequence that is kept, behind which a client may go on."""
+        return self._sender.acked_seq + 1
+
     def connect(self, hello: Hello, now: float) -> None:
         """Use a new connection, on which this HELLO came; an older one is of no use any more and is to be closed."""
         self.receive_eof()
@@ -188,9 +199,9 @@ class ServerSession(Session):
         else:
             self._fail(
                 "gone",
-                f"cannot go on behind {last_seq}: the oldest sequence that is kept is {self._sender.acked_seq + 1}",
+                f"cannot go on behind {last_seq}: the oldest sequence that is kept is {self.oldest_seq}",
                 CloseCode.POLICY_VIOLATION,
-                oldest_seq=self._sender.acked_seq + 1,
+                oldest_seq=self.oldest_seq,
             )
         return False
 
@@ -202,7 +213,7 @@ class ServerSession(Session):
                 epoch=self.epoch,
                 resume_token=self.resume_token,
                 resume_for_ms=self.resume_for_ms,
-                oldest_seq=self._sender.acked_seq + 1,
+                oldest_seq=self.oldest_seq,
                 next_seq=self._sender.next_seq,
                 last_seq=self._receiver.expected_seq - 1,
                 window=self._window,

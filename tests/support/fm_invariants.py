@@ -175,11 +175,11 @@ def _serve(session: ServerSession, event: object) -> None:
             for _ in range(len(model)):
                 if session.send_tokens(stream, model.encode()) is Backpressure.REFUSED:
                     break
-        case Part(stream=stream, data=data, more=more):
+        case Part(stream=stream, data=data, more=more) if stream in session.streams:
             session.send_tokens(stream, data)
             if not more:
                 session.end_stream(End(stream=stream, finish_reason="stop"))
-        case Cancel(stream=stream) if stream:
+        case Cancel(stream=stream) if stream in session.streams:
             session.fail_stream(Error(stream=stream, code="internal", message="cannot go on"))
 
 
