@@ -7,8 +7,8 @@ client that reads slowly, or is away, gets fewer and larger TOKENS frames. Both 
 and every `send` says what that means for its caller (`Backpressure`). With nothing waiting and credit at hand a delta
 becomes a frame at once: that is the way of nearly all tokens.
 
-What is sent again is the frame as it was. An answer to an INFER or CANCEL, one for each, is taken beyond the bound, as
-nobody could say otherwise how a stream ended; who lets a peer begin streams has to see that there is room (`is_full`).
+What is sent again is the frame as it was. The answers that a stream is owed are taken beyond the bound, as nobody could
+say otherwise how it ended; who lets a peer begin streams has to see that there is room (`is_full`, `is_flooded`).
 """
 
 from __future__ import annotations
@@ -106,8 +106,13 @@ class Sender:
 
     @property
     def is_full(self) -> bool:
-        """Tell whether the bound is reached."""
+        """Tell whether the bound is reached: nothing new should be begun."""
         return self.held_bytes >= self._bound_bytes
+
+    @property
+    def is_flooded(self) -> bool:
+        """Tell whether twice the bound is reached, which what was owed when it was full cannot explain."""
+        return self.held_bytes >= 2 * self._bound_bytes
 
     # What the session sends.
 

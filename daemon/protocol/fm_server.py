@@ -291,14 +291,19 @@ class ServerSession(Session):
             self._fail("protocol_error", f"cannot begin stream {stream} after {self._last_stream}")
             return
         self._last_stream = stream
-        if self._sender.is_full:
-            self._fail("flow_control", "cannot begin a stream before what was sent is taken")
+        if self._sender.is_flooded:
+            self._fail("flow_control", "cannot go on beginning streams while nothing that was sent is taken")
+        elif self._sender.is_full:
+            self._refuse_stream(stream, "overloaded", "cannot begin a stream before what was sent is taken", 1000)
         elif len(self._streams) >= MAX_STREAMS:
-            text = f"cannot run more than {MAX_STREAMS} streams in one session"
-            self._send(stream, Error(stream=stream, code="rate_limited", message=text))
+            self._refuse_stream(stream, "rate_limited", f"cannot run more than {MAX_STREAMS} streams in one session")
         else:
             self._streams[stream] = tokens_prefix(stream, self.encoding)
             self._events.append(message)
+
+    def _refuse_stream(self, stream: int, code: str, message: str, retry_after_ms: int | None = None) -> None:
+        error = Error(stream=stream, code=code, message=message, retry_after_ms=retry_after_ms)
+        self._send(stream, error, beyond_bound=True)
 
     def _trigger(self, code: str) -> Trigger:
         return Trigger.LOST  # the session is there for a client that does better

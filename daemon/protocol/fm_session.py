@@ -302,10 +302,7 @@ class Session:
             self._events.append(PeerGone())
             self._end_connection(Trigger.LOST, CloseCode.ABNORMAL)
         else:
-            self._beat(opaque)
-
-    def _beat(self, opaque: bytes) -> None:
-        self._send_control(Ping(opaque=opaque))
+            self._send_control(Ping(opaque=opaque))
 
     def _waits_for_ack(self) -> bool:
         return len(self._sender) > 0 or self._sender.waiting_frames > 0

@@ -7,6 +7,7 @@ chance, too. Both owners do what an owner has to do, and no more: they reconnect
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from seedance.daemon.protocol.fm_messages import (
     Accept,
     Cancel,
     End,
+    Error,
     Infer,
     Modality,
     Note,
@@ -77,7 +79,7 @@ class Simulation:
 
     def __init__(self, scripts: list[Script], faults: Faults, options: Options, random: Random) -> None:
         self.now = 0.0
-        self.scripts = dict(enumerate(scripts, 1))
+        self.scripts: dict[int, Script] = {}  # by stream, as they are asked
         self.faults = faults
         self.options = options
         self.random = random
@@ -95,11 +97,15 @@ class Simulation:
         self.parts: dict[int, list[bytes]] = {}
         self.cancelled: list[int] = []
         # What is still to be done.
-        self._to_ask = [*self.scripts]
-        self._to_send = {number: [*script.parts] for number, script in self.scripts.items()}
+        self._total = len(scripts)
+        self._longest_bytes = max((len(each) for script in scripts for each in script.deltas + script.parts), default=0)
+        self._to_ask: list[Script] = []
+        self._to_send: dict[int, list[bytes]] = {}
         self._running: dict[int, list[bytes]] = {}
         self._paused: set[int] = set()
-        self.pauses = self.parks = self.refusals = 0
+        self.pauses = self.parks = self.refusals = self.overloads = 0
+        for script in scripts:
+            self.at(random.choice((0.0, random.uniform(0, 3))), functools.partial(self._to_ask.append, script))
 
     # The clock.
 
@@ -127,7 +133,7 @@ class Simulation:
             self.settle()
 
     def is_done(self) -> bool:
-        return len(self.ended) == len(self.scripts) and not any(self._to_send.values()) and self.all_parts()
+        return len(self.ended) == self._total and self.all_parts()
 
     def all_parts(self) -> bool:
         return sum(map(len, self.parts.values())) == sum(len(script.parts) for script in self.scripts.values())
@@ -149,11 +155,9 @@ class Simulation:
         assert held.frames_under_way <= RING_FRAMES
         assert held.early_frames < RING_FRAMES
         assert held.early_bytes <= self.options.ring_bytes
-        longest = max(
-            (len(each) for script in self.scripts.values() for each in script.deltas + script.parts), default=0
-        )
-        # Beyond the bound: what was taken just below it, and two small frames for each stream.
-        assert held.held_bytes <= self.options.bound_bytes + 2 * longest + 256 + len(self.scripts) * 2 * 256
+        # Beyond the bound: what was taken just below it, and some small frames for each stream.
+        owed_bytes = 2 * self._longest_bytes + 256 + self.client.next_stream * 3 * 256
+        assert held.held_bytes <= self.options.bound_bytes + owed_bytes
 
     # The link.
 
@@ -228,11 +232,12 @@ class Simulation:
         if self.client.state is not State.CONNECTED:
             return
         while self._to_ask:
-            stream = self._to_ask[0]
-            ask = Infer(stream=stream, model="m", prompt=str(stream), more=bool(self._to_send[stream]))
+            stream, script = self.client.next_stream, self._to_ask[0]
+            ask = Infer(stream=stream, model="m", prompt=str(stream), more=bool(script.parts))
             if self.client.infer(ask) is Backpressure.REFUSED:
                 break
-            self._to_ask.pop(0)
+            self.scripts[stream] = self._to_ask.pop(0)
+            self._to_send[stream] = [*script.parts]
         for stream, parts in self._to_send.items():
             while parts and stream in self.client.streams:
                 part = Part(stream=stream, modality=Modality.TEXT, data=parts[0], more=len(parts) > 1)
@@ -251,6 +256,11 @@ class Simulation:
             case End(stream=stream, usage=usage):
                 assert usage == {"completion_tokens": len(self.scripts[stream].deltas)}
                 self.ended.append(stream)
+            case Error(stream=stream, code="overloaded"):
+                assert stream not in self.text
+                self.overloads += 1
+                self.at(0.5, functools.partial(self._to_ask.append, self.scripts.pop(stream)))
+                del self._to_send[stream]
             case Note(stream=stream, note=note):
                 assert int(note) == sum(map(len, self.text[stream])), "a note out of its place"
             case Welcomed() | Drained() | PeerGone():

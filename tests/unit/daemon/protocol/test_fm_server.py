@@ -23,6 +23,7 @@ from seedance.daemon.protocol.fm_messages import (
     Tokens,
     Welcome,
 )
+from seedance.daemon.protocol.fm_sender import Backpressure
 from seedance.daemon.protocol.fm_server import MAX_STREAMS, HelloReceived, ServerOpening, ServerSession
 from seedance.daemon.protocol.fm_session import Failed, Options
 from seedance.daemon.protocol.fm_states import State
@@ -253,4 +254,23 @@ def test_a_client_that_only_asks_and_never_takes_is_stopped() -> None:
     (error,) = messages(session.data_to_send(0.0))
     assert isinstance(error, Error)
     assert error.code == "flow_control"
-    assert session.statistics().held_bytes < 4000 + 500
+    assert session.statistics().held_bytes < 2 * 4000 + 500
+
+
+def test_a_stream_that_comes_when_there_is_no_room_is_told_so() -> None:
+    pair = Pair(Options(bound_bytes=4000))
+    pair.begin()
+    pair.wait(1.0)
+    pair.client.set_window(0, pair.now)
+    pair.pump()
+    while pair.server.send_tokens(1, b"x" * 200) is not Backpressure.REFUSED:
+        pass
+    pair.client.infer(Infer(stream=2, model="m"))
+    pair.pump()
+    assert pair.server_events == []
+    pair.client.set_window(128, pair.now)
+    pair.pump()
+    error = pair.client_events[-1]
+    assert isinstance(error, Error)
+    assert (error.stream, error.code, error.retry_after_ms) == (2, "overloaded", 1000)
+    assert (pair.server.streams, pair.client.streams) == (frozenset({1}), frozenset({1}))
