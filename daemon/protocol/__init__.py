@@ -13,4 +13,7 @@ What our own code does out of turn raises `LocalProtocolError`.
 * `handshake`: the request that opens a WebSocket.
 * `websocket`: the server side of one WebSocket.
 * `sse`: server-sent events.
+* `fm_server`, `fm_client`: the two ends of an FM session, in whole WebSocket messages; `fm_session` is common to them.
+* `fm_frame`, `fm_messages`: FM frames as bytes, and what they say.
+* `fm_receiver`, `fm_sender`: order, acknowledgement and back pressure; `fm_states`, `fm_timing`: a session's life.
 """

@@ -6,10 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.fm_invariants import check_fm_input
 from support.protocol_invariants import check_http_input, check_websocket_input
 
 CORPORA = Path(__file__).parent / "corpus"
-CHECKS: dict[str, Callable[[bytes], None]] = {"http": check_http_input, "websocket": check_websocket_input}
+CHECKS: dict[str, Callable[[bytes], None]] = {
+    "fm": check_fm_input,
+    "http": check_http_input,
+    "websocket": check_websocket_input,
+}
 INPUTS = [(name, path) for name in CHECKS for path in sorted((CORPORA / name).iterdir())]
 
 

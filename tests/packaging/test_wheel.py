@@ -45,6 +45,7 @@ def expected_modules() -> set[str]:
     for folder in FOLDERS:
         inside |= {f"seedance/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
         inside |= {f"seedance/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.bpf.o")}
+        inside |= {f"seedance/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("vectors/*.json")}
     return inside
 
 
@@ -81,6 +82,16 @@ def test_bpf_objects_can_be_read_from_the_wheel(names: list[str], installed: Pat
     code = "import importlib.resources as r; print(*(p.name for p in r.files('seedance.bpf').iterdir()))"
     found = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(installed)).split()
     assert set(objects) <= set(found)
+
+
+def test_the_vectors_can_be_read_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "import importlib.resources as r, json;"
+        "files = r.files('seedance.daemon.protocol').joinpath('vectors').iterdir();"
+        "print(*sorted(f.name for f in files if json.loads(f.read_text(encoding='utf-8'))))"
+    )
+    found = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(installed)).split()
+    assert found == sorted(path.name for path in (ROOT / "daemon" / "protocol" / "vectors").iterdir())
 
 
 def test_the_import_root_holds_links_and_few_files() -> None:

@@ -1,0 +1,45 @@
+"""The last records of a stream, for a client that says which of them it has: events of SSE, messages of JSON.
+
+Such a client acknowledges nothing, so what is kept is bounded by bytes alone: the oldest records go first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import Final
+
+RECORD_COST_BYTES: Final = 64
+"""What a record costs beside its bytes, roughly."""
+
+
+class History:
+    """Records numbered 1, 2, 3 …; `oldest_seq` is the oldest that is kept, `next_seq` the next to be given."""
+
+    __slots__ = ("_bound_bytes", "_records", "held_bytes", "next_seq")
+
+    def __init__(self, bound_bytes: int) -> None:
+        self._bound_bytes = bound_bytes
+        self._records: deque[bytes] = deque()
+        self.held_bytes = 0
+        self.next_seq = 1
+
+    @property
+    def oldest_seq(self) -> int:
+        """Return the sequence of the oldest record, that of the next one when none is kept."""
+        return self.next_seq - len(self._records)
+
+    def append(self, record: bytes) -> int:
+        """Keep a record, letting go of old ones for it, and return its sequence; the newest is kept, long as it is."""
+        self._records.append(record)
+        self.held_bytes += len(record) + RECORD_COST_BYTES
+        while self.held_bytes > self._bound_bytes and len(self._records) > 1:
+            self.held_bytes -= len(self._records.popleft()) + RECORD_COST_BYTES
+        self.next_seq += 1
+        return self.next_seq - 1
+
+    def after(self, seq: int) -> list[bytes] | None:
+        """Return the records behind `seq`, None when the first of them is gone or `seq` was never given."""
+        if not self.oldest_seq - 1 <= seq < self.next_seq:
+            return None
+        return list(islice(self._records, seq + 1 - self.oldest_seq, None))

@@ -1,0 +1,319 @@
+"""The server's end of FM: a connection up to its HELLO, and the session that the HELLO asks for.
+
+Whose session it is can only be told from the HELLO, so a connection begins with a `ServerOpening`; its owner looks the
+resume token up and goes on with `ServerSession.connect`, or refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final
+
+import msgspec
+
+from seedance.daemon.protocol.fm_frame import (
+    DEFAULT_PAYLOAD_BYTES,
+    Encoding,
+    frame,
+    split_message,
+    tokens_prefix,
+)
+from seedance.daemon.protocol.fm_messages import (
+    Accept,
+    Cancel,
+    End,
+    Error,
+    Hello,
+    Infer,
+    Message,
+    Note,
+    Part,
+    Welcome,
+    decode_payload,
+    encode_payload,
+)
+from seedance.daemon.protocol.fm_sender import Backpressure
+from seedance.daemon.protocol.fm_session import UNNUMBERED_FROM_BOTH, Failed, Options, Session
+from seedance.daemon.protocol.fm_states import State, Trigger
+from seedance.daemon.protocol.frame import CloseCode
+from seedance.errors import LocalProtocolError, RemoteProtocolError
+
+MAX_STREAMS: Final = 256
+"""Streams at once in one session, whatever the tenant's own limit."""
+
+
+class HelloReceived(msgspec.Struct, frozen=True):
+    """A client asks for a session, new or known."""
+
+    hello: Hello
+
+
+class ServerOpening:
+    """A connection that has not said HELLO yet. The four verbs; `refuse` is the owner's answer when it has no session.
+
+    HELLO is alone in its message: what may follow it depends on the answer.
+    """
+
+    __slots__ = ("_events", "_out", "_payload_bytes", "close_code")
+
+    def __init__(self, payload_bytes: int = DEFAULT_PAYLOAD_BYTES) -> None:
+        self._payload_bytes = payload_bytes
+        self._events: list[HelloReceived | Failed] = []
+        self._out: list[bytes] = []
+        self.close_code: int | None = None
+
+    def receive_data(self, message: bytes) -> None:
+        """Take the connection's first binary WebSocket message."""
+        if self.should_close:
+            return
+        try:
+            frames = [
+                (seq_id, decode_payload(message, start, end))
+                for seq_id, start, end in split_message(message, self._payload_bytes)
+            ]
+        except RemoteProtocolError as error:
+            self._fail("protocol_error", str(error), error.code)
+            return
+        hello = frames[0][1]
+        if len(frames) == 1 and isinstance(hello, Hello) and frames[0][0] == 0:
+            self._events.append(HelloReceived(hello))
+        else:
+            self._fail("protocol_error", "cannot begin with anything but one HELLO, without a sequence number")
+
+    def receive_eof(self) -> None:
+        """Take the end of the connection."""
+        if not self.should_close:
+            self.close_code = CloseCode.ABNORMAL
+
+    def events_received(self) -> list[HelloReceived | Failed]:
+        """Return what happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def data_to_send(self) -> list[bytes]:
+        """Return WebSocket messages to be sent."""
+        out, self._out = self._out, []
+        return out
+
+    @property
+    def should_close(self) -> bool:
+        """Tell whether the connection is to be closed, with `close_code`, once everything is sent."""
+        return self.close_code is not None
+
+    def refuse(self, error: Error) -> None:
+        """Answer with an error of the connection, such as `not_found` or `gone`."""
+        self._out.append(frame(0, encode_payload(error)))
+        self.close_code = CloseCode.POLICY_VIOLATION
+
+    def _fail(self, code: str, message: str, close_code: int = CloseCode.PROTOCOL_ERROR) -> None:
+        message = message[:512]
+        self.refuse(Error(stream=0, code=code, message=message))
+        self.close_code = close_code
+        self._events.append(Failed(code, close_code, message))
+
+
+class ServerSession(Session):
+    """A session as the server has it; its streams run on when no connection is there.
+
+    `resume_token` and `session_id` are opaque here; whoever made them has checked that the HELLO may have this session.
+    Events of a stream are `Infer`, `Part` and `Cancel`. A stream is over with `end_stream` or `fail_stream`, which
+    every stream gets, a cancelled one too. An event may be of a stream that ended since: another one before it, of the
+    same turn, may have made its owner do so.
+    """
+
+    __slots__ = (
+        "_encoding",
+        "_hello",
+        "_last_stream",
+        "_streams",
+        "epoch",
+        "resume_for_ms",
+        "resume_token",
+        "session_id",
+    )
+
+    NUMBERED: ClassVar[frozenset[type]] = frozenset((Infer, Part, Cancel))
+
+    def __init__(
+        self,
+        session_id: str,
+        resume_token: str,
+        resume_for_ms: int,
+        *,
+        epoch: int = 1,
+        next_seq: int = 1,
+        expected_seq: int = 1,
+        options: Options | None = None,
+    ) -> None:
+        """Begin a session, or with other sequences than 1 one of which the history is lost, in the next epoch."""
+        super().__init__(options, next_seq, expected_seq)
+        self.session_id = session_id
+        self.resume_token = resume_token
+        self.resume_for_ms = resume_for_ms
+        self.epoch = epoch
+        self._encoding: Encoding | None = None  # agreed on with the first HELLO, as is the payload, for good
+        self._hello: Hello | None = None
+        self._streams: dict[int, bytes] = {}  # number → what its TOKENS begin with
+        self._last_stream = 0
+
+    @property
+    def streams(self) -> frozenset[int]:
+        """Return the streams that are not over."""
+        return frozenset(self._streams)
+
+    @property
+    def held_bytes(self) -> int:
+        """Return what the session holds for its client."""
+        return self._sender.held_bytes
+
+    @property
+    def oldest_seq(self) -> int:
+        """Return the oldest sequence that is kept, behind which a client may go on."""
+        return self._sender.acked_seq + 1
+
+    def connect(self, hello: Hello, now: float) -> None:
+        """Use a new connection, on which this HELLO came; an older one is of no use any more and is to be closed."""
+        self.receive_eof()
+        self._open_connection(now)
+        self._hello = hello
+        if not self._agree(hello):
+            self._fail("invalid_request", "cannot send tokens in any encoding that the client takes")
+        elif self._go_on(hello):
+            self._welcomed()
+            self._welcome()
+
+    def _agree(self, hello: Hello) -> bool:
+        if self._encoding is None:
+            self._encoding = next((Encoding(each) for each in hello.encodings if each in set(Encoding)), None)
+            self._payload_bytes = min(self._payload_bytes, hello.max_payload_bytes)
+            self._sender.agree(self._payload_bytes)
+        return self._encoding is not None and self._encoding in hello.encodings
+
+    def _go_on(self, hello: Hello) -> bool:
+        """Set the sender behind what the client has; a client of another epoch has nothing."""
+        last_seq = hello.last_seq if hello.epoch == self.epoch else self._sender.acked_seq
+        if self._sender.resume(last_seq, hello.window):
+            return True
+        if last_seq >= self._sender.next_seq:
+            self._fail("protocol_error", f"cannot go on behind {last_seq}, which was not sent")
+        else:
+            self._fail(
+                "gone",
+                f"cannot go on behind {last_seq}: the oldest sequence that is kept is {self.oldest_seq}",
+                CloseCode.POLICY_VIOLATION,
+                oldest_seq=self.oldest_seq,
+            )
+        return False
+
+    def _welcome(self) -> None:
+        assert self._encoding is not None
+        self._send_control(
+            Welcome(
+                session_id=self.session_id,
+                epoch=self.epoch,
+                resume_token=self.resume_token,
+                resume_for_ms=self.resume_for_ms,
+                oldest_seq=self.oldest_seq,
+                next_seq=self._sender.next_seq,
+                last_seq=self._receiver.expected_seq - 1,
+                window=self._window,
+                encoding=self._encoding,
+                max_payload_bytes=self._payload_bytes,
+            )
+        )
+
+    # What the owner sends.
+
+    def accept(self, stream: int, id: str) -> Backpressure:
+        """Tell a stream's name for every connection of the tenant."""
+        self._prefix(stream)
+        return self._send(stream, Accept(stream=stream, id=id), beyond_bound=True)
+
+    def send_tokens(self, stream: int, data: bytes) -> Backpressure:
+        """Send the bytes of one or more tokens in the encoding agreed on."""
+        prefix = self._streams.get(stream) or self._prefix(stream)
+        return self._sender.send_tokens(stream, prefix, data)
+
+    def end_stream(self, end: End) -> Backpressure:
+        """Send the last of a stream."""
+        self._forget(end.stream)
+        return self._send(end.stream, end, beyond_bound=True)
+
+    def fail_stream(self, error: Error) -> Backpressure:
+        """Send the last of a stream that cannot be served."""
+        self._forget(error.stream)
+        return self._send(error.stream, error, beyond_bound=True)
+
+    def note(self, note: Note) -> Backpressure:
+        """Tell what is going on with a stream, or with stream 0: all of them."""
+        if note.stream:
+            self._prefix(note.stream)
+        return self._send(note.stream, note)
+
+    @property
+    def encoding(self) -> Encoding:
+        """Return the encoding that was agreed on; there is one once a HELLO came."""
+        if self._encoding is None:
+            raise LocalProtocolError("cannot tell the encoding before a HELLO")
+        return self._encoding
+
+    def _prefix(self, stream: int) -> bytes:
+        try:
+            return self._streams[stream]
+        except KeyError:
+            raise LocalProtocolError(f"cannot send for stream {stream}, which does not run") from None
+
+    def _forget(self, stream: int) -> None:
+        self._prefix(stream)
+        del self._streams[stream]
+
+    # What the client sent.
+
+    def _hello_arrived(self, hello: Hello, now: float) -> None:
+        if hello == self._hello:
+            self._welcome()  # it came twice, or our answer was lost
+        else:
+            self._fail("protocol_error", "cannot take another HELLO on the same connection")
+
+    def _deliver(self, message: Message) -> None:
+        if isinstance(message, Infer):
+            self._infer_arrived(message)
+        else:
+            assert isinstance(message, Part | Cancel)
+            if message.stream > self._last_stream:
+                self._fail("protocol_error", f"cannot go on with stream {message.stream}, which did not begin")
+            elif not message.stream or message.stream in self._streams:
+                self._events.append(message)  # else it is over: the client did not know when it sent this
+
+    def _infer_arrived(self, message: Infer) -> None:
+        stream = message.stream
+        if stream <= self._last_stream:
+            self._fail("protocol_error", f"cannot begin stream {stream} after {self._last_stream}")
+            return
+        self._last_stream = stream
+        if self._sender.is_flooded:
+            self._fail("flow_control", "cannot go on beginning streams while nothing that was sent is taken")
+        elif self._sender.is_full:
+            self._refuse_stream(stream, "overloaded", "cannot begin a stream before what was sent is taken", 1000)
+        elif len(self._streams) >= MAX_STREAMS:
+            self._refuse_stream(stream, "rate_limited", f"cannot run more than {MAX_STREAMS} streams in one session")
+        else:
+            self._streams[stream] = tokens_prefix(stream, self.encoding)
+            self._events.append(message)
+
+    def _refuse_stream(self, stream: int, code: str, message: str, retry_after_ms: int | None = None) -> None:
+        error = Error(stream=stream, code=code, message=message, retry_after_ms=retry_after_ms)
+        self._send(stream, error, beyond_bound=True)
+
+    def _trigger(self, code: str) -> Trigger:
+        return Trigger.LOST  # the session is there for a client that does better
+
+    @property
+    def is_parked(self) -> bool:
+        """Tell whether the session waits for its client."""
+        return self.state is State.RECONNECTING
+
+    UNNUMBERED: ClassVar[Mapping[type, Callable[[Any, Any, float], None]]] = {
+        **UNNUMBERED_FROM_BOTH,
+        Hello: _hello_arrived,
+    }
