@@ -6,13 +6,14 @@ import socket
 import sys
 
 from seedance.daemon.links import LINK_FD
-from seedance.daemon.process import begin
+from seedance.daemon.process import SERVING_SLICE_S, begin, shorten_slice
 from seedance.engine import host
 
 
 def main() -> None:
     """Run the host on the link that the supervisor left."""
     begin("engine", sys.argv[1:], with_groups=True)  # a GPU's device files may belong to one
+    shorten_slice(SERVING_SLICE_S)
     host.run(socket.socket(fileno=LINK_FD))
 
 

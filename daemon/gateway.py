@@ -47,7 +47,7 @@ from seedance.daemon.links import (
     WorkerWanted,
 )
 from seedance.daemon.privileges import Capability
-from seedance.daemon.process import begin
+from seedance.daemon.process import SERVING_SLICE_S, begin, shorten_slice
 from seedance.daemon.protocol.head import Limits, Request
 from seedance.daemon.protocol.response import Headers
 from seedance.daemon.ring.driver import Driver, Listener
@@ -390,6 +390,7 @@ def first_order(link: socket.socket) -> tuple[GatewaySettings, list[socket.socke
 def main() -> None:
     """Run the gateway on the link that the supervisor left."""
     begin("gateway", sys.argv[1:], keep=[Capability.NET_RAW])  # which SO_MARK asks for
+    shorten_slice(SERVING_SLICE_S)
     link = socket.socket(fileno=LINK_FD)
     try:
         settings, listeners = first_order(link)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import signal
+import struct
 import time
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -20,6 +22,16 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _NAME_BYTES: Final = 15
 # `starttime` is field 22; the split begins at field 3.
 _START_TICKS: Final = 19
+
+
+SERVING_SLICE_S: Final = 100e-6
+"""Of who serves everybody: the gateway and the engine host. It is the shortest that the kernel gives."""
+
+WORKER_SLICE_S: Final = 300e-6
+
+_SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}
+_SCHED_ATTR: Final = struct.Struct("=IIQiIQQQ")  # size, policy, flags, nice, priority, runtime, deadline, period
+_RESET_ON_FORK: Final = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -65,6 +77,19 @@ def die_with_parent() -> None:
     `privileges.become`: a change of user or group clears it, and a parent that is another user needs CAP_KILL for it.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def shorten_slice(slice_s: float) -> None:
+    """Ask the kernel to let this process in sooner when it wakes: for a shorter slice, and no more time in all.
+
+    It then need not wait until whoever runs has used up a slice of the usual length. Children begin with the usual
+    one. The kernel takes it since v6.12, and older ones take no notice (sched_setattr(2), `sched_runtime`).
+    """
+    number = _SCHED_SETATTR.get(platform.machine())
+    if number is not None and os.sched_getscheduler(0) == os.SCHED_OTHER:  # else an administrator knows better
+        nice = os.getpriority(os.PRIO_PROCESS, 0)
+        values = (_SCHED_ATTR.size, os.SCHED_OTHER, _RESET_ON_FORK, nice, 0, round(slice_s * 1e9), 0, 0)
+        _libc.syscall(number, 0, _SCHED_ATTR.pack(*values), 0)
 
 
 def adopt_orphans() -> None:

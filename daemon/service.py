@@ -108,7 +108,10 @@ class Service:
         if model_name is not None:
             require_model(model_name, model.name)
         refusal = self.engine.queue_refusal(self.quota.requests.queue, choices)
-        refusal = refusal or self._limiter.admit(self._loop.time(), choices)
+        if refusal is not None:
+            self._limiter.refused_elsewhere()
+        else:
+            refusal = self._limiter.admit(self._loop.time(), choices)
         if refusal is not None:
             raise ApiError(refusal.code, refusal.message, retry_after_s=refusal.retry_after_s)
 

@@ -35,6 +35,12 @@ class StartQueue:
                 f" {limit}; try again in {math.ceil(stay_away_s)} s"
             )
             return Refusal("requests.queue", "rate_limited", text, stay_away_s)
+        if self.bound.limit and streams > self.bound.limit:
+            text = (
+                f"cannot take a request of {streams} answers: the engine's queue holds {self.bound.limit}, ask for that"
+                " many at most"
+            )
+            return Refusal("engine.queue", "invalid_request", text)
         most = self.bound.most
         if most is not None and waiting + streams > most:
             per_s = self._drain.per_s(now) or self.bound.starts_per_s

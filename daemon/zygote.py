@@ -40,7 +40,7 @@ from seedance.daemon.links import (
     ZygoteReport,
 )
 from seedance.daemon.logs import start_logging
-from seedance.daemon.process import begin, close_all_but, set_name
+from seedance.daemon.process import WORKER_SLICE_S, begin, close_all_but, set_name, shorten_slice
 from seedance.engine.packets import MAX_PACKET_BYTES
 from seedance.errors import RemoteProtocolError
 
@@ -145,6 +145,7 @@ def _be_worker(run_worker: Run, settings: WorkerSettings, fds: list[int]) -> Non
         os.setpgid(0, 0)
         name = f"seed-w:{settings.quota.tenant}"
         set_name(name)
+        shorten_slice(WORKER_SLICE_S)
         start_logging(name, settings.log_level, tenant=settings.quota.tenant)
         handover, engine, control = (socket.socket(fileno=fd) for fd in fds)
         status = run_worker(handover, engine, control, settings)

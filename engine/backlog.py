@@ -34,10 +34,11 @@ class Backlog:
     `tokens` and `message_bytes` say how much waits, `batches` how many batches were popped so far.
     """
 
-    __slots__ = ("_parts", "batches", "message_bytes", "tokens")
+    __slots__ = ("_bound", "_parts", "batches", "message_bytes", "tokens")
 
     def __init__(self) -> None:
         self._parts: deque[_Part] = deque([_Part()])
+        self._bound: QueueBound | None = None
         self.batches = 0
         self.message_bytes = 0
         self.tokens = 0
@@ -52,7 +53,10 @@ class Backlog:
                 _merge(held, delta)
 
     def add_message(self, message: EngineChanged | Refused | QueueBound) -> None:
-        """Take a message that is not merged; nothing overtakes a change of the engine."""
+        """Take a message; nothing overtakes a change of the engine, and of the queue's bounds only the last counts."""
+        if isinstance(message, QueueBound):
+            self._bound = message
+            return
         data = encode(message)
         self._parts[-1].messages += data
         self.message_bytes += len(data)
@@ -73,6 +77,9 @@ class Backlog:
 
     def pop(self) -> bytes:
         """Remove and return the next messages as they go on the wire; nothing when there are none."""
+        if self._bound is not None:
+            bound, self._bound = self._bound, None
+            return encode(bound)
         while True:
             part = self._parts[0]
             if part.deltas:

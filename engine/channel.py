@@ -102,11 +102,13 @@ class Refused(msgspec.Struct, tag=5, array_like=True, frozen=True):
 class QueueBound(msgspec.Struct, tag=7, array_like=True, frozen=True):
     """host → worker: the queue for the engine is full, and this tenant may have `most` requests in it; None: it is not.
 
-    `starts_per_s` is how fast it drains, in first tokens of all tenants a second.
+    `starts_per_s` is how fast it drains, in first tokens of all tenants a second. `limit` is how many requests the
+    queue holds at all, 0 for any number; told first on a channel where there is a limit.
     """
 
     most: int | None
     starts_per_s: float
+    limit: int = 0
 
 
 ToHost = Submit | Abort | SetPaused

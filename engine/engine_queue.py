@@ -30,7 +30,7 @@ class EngineQueue:
         self._counts: dict[str, int] = {}
         self._drain = DrainRate()
         self._is_full = False
-        self._told = QueueBound(None, 0.0)
+        self._told = QueueBound(None, 0.0, limit)
         self._told_at = 0.0
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class EngineQueue:
         due_s = self._told_at + (_TELL_AGAIN_S if most == self._told.most else _TELL_EVERY_S)
         if not turned and now < due_s:
             return None
-        self._told = QueueBound(most, self._drain.per_s(now))
+        self._told = QueueBound(most, self._drain.per_s(now), self._limit)
         self._told_at = now
         return self._told
 

@@ -326,7 +326,7 @@ class EngineHost:
         channel = Channel(message.channel, message.tenant, sock, self._loop, self)
         self._channels[message.channel] = channel
         channel.send(self._news())
-        if self._queue.told.most is not None:
+        if self._queue.told.limit:
             channel.send(self._queue.told)
 
     async def _answer(self, query: int) -> None:

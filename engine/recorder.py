@@ -28,6 +28,9 @@ MOST_HELD: Final = 10_000
 NAME: Final = "trace.jsonl"
 OLDER_NAME: Final = "trace.1.jsonl"
 _WRITE_EVERY_S: Final = 1.0
+# Lines are written where everybody's tokens pass through: so many are a millisecond or so.
+_LINES_AT_ONCE: Final = 200
+_GO_ON_S: Final = 0.02
 
 log = logging.getLogger("seedance.engine.recorder")
 
@@ -93,10 +96,10 @@ class Recording:
         """Whether there is a request that has not been taken."""
         return bool(self._entries)
 
-    def take(self, *, everything: bool = False) -> list[bytes]:
-        """Return the lines that can be written, in order; `everything` is also what still runs."""
-        lines = []
-        while self._entries:
+    def take(self, most: int | None = None, *, everything: bool = False) -> list[bytes]:
+        """Return the lines that can be written, `most` of them, in order; `everything` is also what still runs."""
+        lines: list[bytes] = []
+        while self._entries and (most is None or len(lines) < most):
             number = next(iter(self._entries))
             entry = self._entries[number]
             if not (entry.output is None or everything or len(self._entries) > self._most_held):
@@ -193,12 +196,14 @@ class Recorder:
         self._timer = None
         if self._file is None:
             return
+        lines = self._recording.take(None if everything else _LINES_AT_ONCE, everything=everything)
         try:
-            self._file.write(self._recording.take(everything=everything))
+            self._file.write(lines)
         except OSError as exc:
             self._give_up(exc)
         if self._recording.is_pending and not everything:
-            self._timer = self._loop.call_later(_WRITE_EVERY_S, self._write)
+            wait_s = _WRITE_EVERY_S if len(lines) < _LINES_AT_ONCE else _GO_ON_S
+            self._timer = self._loop.call_later(wait_s, self._write)
 
     def _give_up(self, exc: OSError) -> None:
         log.error("cannot record the trace any longer: %s", exc)

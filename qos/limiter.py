@@ -275,6 +275,10 @@ class TenantLimiter:
         self._streams += streams
         return None
 
+    def refused_elsewhere(self) -> None:
+        """Count a request that a limit which is not kept here has refused."""
+        self._refused += 1
+
     def retry_after_s(self, now: float) -> float:
         """Return how long a request of one stream would be refused if nothing else happened; 0.0 for not at all."""
         return max((refusal.retry_after_s or 0.0 for refusal in self._refusals(now, 1)), default=0.0)

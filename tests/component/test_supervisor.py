@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, Http, running, wait_until
+from support.slices import slice_s, slices_missing
 
 from seedance.daemon import control
 from seedance.daemon.client import ApiRefused, Client
+from seedance.daemon.process import SERVING_SLICE_S, WORKER_SLICE_S
 from seedance.errors import ResourceBroken
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -36,6 +38,14 @@ def test_each_tenant_is_served_by_a_worker_of_its_own(daemon: Daemon) -> None:
     assert globex.used.output_tokens == 5
     assert {acme.worker_pid, globex.worker_pid} <= set(daemon.processes())
     assert Path(f"/proc/{acme.worker_pid}/comm").read_text() == "seed-w:acme\n"
+
+
+@pytest.mark.skipif(slices_missing() != "", reason=slices_missing())
+def test_who_serves_everybody_is_let_in_first(daemon: Daemon) -> None:
+    assert daemon.text("acme")
+    shared = [slice_s(daemon.child(name).pid) for name in ("gateway", "engine host")]
+    assert shared == [SERVING_SLICE_S] * 2
+    assert SERVING_SLICE_S < slice_s(daemon.tenant("acme").worker_pid) == WORKER_SLICE_S < slice_s(daemon.pid)
 
 
 def test_a_websocket_is_handed_over_too(daemon: Daemon) -> None:

@@ -11,7 +11,8 @@ KIND is what each connection does, again and again, until SIGTERM ends the proce
     hoard     send a body of 7 MB but for its last byte, and wait
     tokens    ask for a long text over a WebSocket and take down when each message arrives, as the kernel saw it
 
-It prints READY once all connections are open, and a JSON object at the end (Outcome).
+It prints READY once all connections are open, and tokens come on those that wait for them; and a JSON object at the end
+(Outcome).
 """
 
 from __future__ import annotations
@@ -212,6 +213,7 @@ def main() -> None:
     for number in range(int(connections)):
         repeats = kind in ("answers", "prompts", "bodies", "huge")
         load.clients.append(Client(load, content(kind, key, number), repeats=repeats, stamps=kind == "tokens"))
+    load.run(lambda: bool(ending) or kind != "tokens" or all(client.arrivals for client in load.clients))
     print(READY, flush=True)
     outcome = load.run(lambda: bool(ending))
     print(json.dumps(msgspec.to_builtins(outcome)), flush=True)

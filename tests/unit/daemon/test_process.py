@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+
+import pytest
+from support.slices import slices_missing
 
 from seedance.daemon.process import age_s
 
@@ -21,6 +25,22 @@ set_name("seed-w:a-very-long-tenant")
 print(open("/proc/self/comm").read())
 """
     assert _run(code) == "seed-w:a-very-l"
+
+
+@pytest.mark.skipif(slices_missing() != "", reason=slices_missing())
+def test_a_short_slice_is_the_process_s_own() -> None:
+    code = """
+import os, subprocess, sys
+sys.path.insert(0, "tests")
+from support.slices import slice_s
+from seedance.daemon.process import shorten_slice
+usual_s = slice_s()
+shorten_slice(200e-6)
+child_s = float(subprocess.check_output([sys.executable, "-c", "from support.slices import slice_s; print(slice_s())"],
+    env={**os.environ, "PYTHONPATH": "tests"}))
+print(slice_s(), child_s == usual_s != slice_s(), os.getpriority(os.PRIO_PROCESS, 0))
+"""
+    assert _run(code) == f"0.0002 True {os.getpriority(os.PRIO_PROCESS, 0)}"
 
 
 def test_the_child_of_a_dead_parent_dies_when_it_said_so() -> None:

@@ -41,6 +41,16 @@ def test_it_is_never_told_to_be_for_ever_nor_for_no_time() -> None:
     assert (later.retry_after_s, soon.retry_after_s) == (60.0, 0.1)
 
 
+def test_more_answers_than_the_engine_s_queue_holds_are_never_taken() -> None:
+    queue = StartQueue()
+    queue.bound = QueueBound(None, 0.0, 32)
+    assert queue.refusal(0, None, 0.0, streams=32) is None
+    refusal = queue.refusal(0, None, 0.0, streams=33)
+    assert refusal is not None
+    assert (refusal.code, refusal.retry_after_s) == ("invalid_request", None)
+    assert "holds 32" in refusal.message
+
+
 def test_a_full_engine_leaves_each_tenant_its_part() -> None:
     queue = StartQueue()
     queue.bound = QueueBound(8, 4.0)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seedance.engine.backlog import BATCH_TOKENS, Backlog
-from seedance.engine.channel import Batch, Delta, EngineChanged, Receiver, Refused, ToWorker
+from seedance.engine.channel import Batch, Delta, EngineChanged, QueueBound, Receiver, Refused, ToWorker
 from seedance.engine.request import FinishReason, TokenLogprobs
 
 DEAD = EngineChanged("dead", "", None)
@@ -44,6 +44,14 @@ def test_deltas_of_a_stream_become_one() -> None:
         )
     ]
     assert backlog.batches == 1
+
+
+def test_of_the_queue_s_bounds_only_the_last_is_kept() -> None:
+    backlog = Backlog()
+    for most in range(1000):
+        backlog.add_message(QueueBound(most, 1.0, 32))
+    assert backlog.message_bytes == 0
+    assert drain(backlog) == [QueueBound(999, 1.0, 32)]
 
 
 def test_engine_change_keeps_its_place() -> None:

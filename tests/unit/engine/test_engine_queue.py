@@ -47,10 +47,10 @@ def test_without_a_limit_there_is_always_a_place() -> None:
 def test_a_tenant_that_fills_it_does_not_shut_the_others_out() -> None:
     crowd = Crowd(100)
     assert crowd.ask("flood", 500) == 100
-    assert crowd.queue.news(0.0) == QueueBound(50, 0.0)
+    assert crowd.queue.news(0.0) == QueueBound(50, 0.0, 100)
     assert crowd.ask("small", 500) == 33
     assert crowd.ask("other", 500) == 25
-    assert crowd.queue.news(1.0) == QueueBound(25, 0.0)
+    assert crowd.queue.news(1.0) == QueueBound(25, 0.0, 100)
     assert crowd.ask("flood") == 0
     crowd.start(100, 2.0)
     assert crowd.ask("flood") == 1
@@ -64,7 +64,7 @@ def test_a_tenant_that_fills_it_does_not_shut_the_others_out() -> None:
 def test_it_is_full_until_an_eighth_is_free() -> None:
     crowd = Crowd(80)
     crowd.ask("acme", 80)
-    assert crowd.queue.news(0.0) == QueueBound(40, 0.0)
+    assert crowd.queue.news(0.0) == QueueBound(40, 0.0, 80)
     crowd.start(10, 0.5)
     assert crowd.queue.news(0.5) is None
     crowd.start(1, 0.6)

@@ -393,7 +393,7 @@ async def test_a_full_queue_is_told_and_kept() -> None:
         sampling = Sampling(max_tokens=3)
         await it.say(*(Submit(stream, [1], sampling) for stream in (1, 2, 3)))
         full, refused = it.heard()
-        assert full == QueueBound(1, 0.0)
+        assert full == QueueBound(1, 0.0, 2)
         assert isinstance(refused, Refused)
         assert (refused.stream, refused.code, refused.retry_after_s) == (3, "overloaded", 1.0)
         first, second = (key for key, *_ in it.adapter.submitted)
@@ -405,7 +405,7 @@ async def test_a_full_queue_is_told_and_kept() -> None:
         await it.say(Submit(4, [1], sampling))
         assert [type(message) for message in it.heard()] == [QueueBound]
         await it.say(Abort([4]))
-        assert it.heard() == [QueueBound(None, free.starts_per_s)]
+        assert it.heard() == [QueueBound(None, free.starts_per_s, 2)]
         await it.say(Submit(5, [1], sampling))
         it.adapter.events.state_changed(EngineState.DEAD, "killed")
         *_, told, dead = it.heard()

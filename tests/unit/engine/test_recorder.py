@@ -80,6 +80,16 @@ def test_a_long_stream_does_not_hold_up_more_than_so_many() -> None:
     assert [a.at_s for a in arrivals(recording.take(everything=True))] == [4.0]
 
 
+def test_what_a_long_stream_held_up_is_not_written_all_at_once(tmp_path: Path) -> None:
+    recording = Recording(0.0)
+    recording.begun(0, "long", 10, 1_000, NOT_URGENT, [1], 0.0)
+    for key in range(1, 501):
+        recording.begun(key, "short", 10, 5, NOT_URGENT, [1], float(key))
+        recording.ended(key)
+    recording.ended(0)
+    assert [len(recording.take(200)) for _ in range(4)] == [200, 200, 101, 0]
+
+
 def test_two_files_have_no_more_than_was_granted_and_the_latest(tmp_path: Path) -> None:
     granted = 4_000
     recording = Recording(0.0)

@@ -104,6 +104,11 @@ class TestRequestsPerMinute:
         assert limiter.admit(NOW + 60) is not None
         assert limiter.admit(NOW + 110) is None
 
+    def test_what_others_refuse_is_counted(self) -> None:
+        limiter = TenantLimiter(make_quota())
+        limiter.refused_elsewhere()
+        assert limiter.statistics() == LimiterStatistics(refused=1)
+
     def test_refused_requests_do_not_count(self) -> None:
         limiter = TenantLimiter(make_quota(requests_per_minute=1))
         assert limiter.admit(NOW) is None
