@@ -168,11 +168,11 @@ def judge_btf(facts: Facts) -> Finding:
 
 
 def judge_bpffs(facts: Facts) -> Finding:
-    """Judge the file system that keeps limits while seedanced is away."""
+    """Judge the file system that keeps limits while seedanced is away: without it there are none at all."""
     if facts.bpffs_mounted:
         return Finding("ok", "bpffs", facts.bpffs)
-    found = f"nothing is mounted at {facts.bpffs}: network limits end when seedanced crashes"
-    return Finding("ok" if facts.policy == "off" else "warn", "bpffs", found, f"mount -t bpf bpf {facts.bpffs}")
+    found = f"nothing is mounted at {facts.bpffs}, so programs cannot be pinned; not kept: egress, ingress"
+    return Finding(_unkept(facts, "egress", "ingress"), "bpffs", found, f"mount -t bpf bpf {facts.bpffs}")
 
 
 def judge_libbpf(facts: Facts) -> Finding:

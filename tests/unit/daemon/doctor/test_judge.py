@@ -83,7 +83,7 @@ def test_a_machine_without_controllers_and_fq_is_told_so() -> None:
         "seedanced": "warn",
         "kernel config": "warn",
         "cgroup v2": "fail",
-        "bpffs": "warn",
+        "bpffs": "fail",
         "fq": "warn",
         "probes": "warn",
         "tracing": "warn",
@@ -143,7 +143,7 @@ def test_what_is_not_well_says_what_to_do_about_it() -> None:
         ("bpf", {"bpf_error": "no", "is_root": False, "wanted": frozenset({"cpu"})}, "warn", "no"),
         ("btf", {"btf": False}, "fail", "none"),
         ("btf", {"btf": False, "wanted": frozenset()}, "warn", "none"),
-        ("bpffs", {"bpffs_mounted": False}, "warn", "/sys/fs/bpf"),
+        ("bpffs", {"bpffs_mounted": False}, "fail", "/sys/fs/bpf"),
         ("libbpf", {"libbpf": ""}, "fail", "no libbpf.so.1"),
         ("probes", {"kprobes": False, "uprobes": False}, "warn", "no uprobes and no kprobes"),
         # the network
