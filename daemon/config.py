@@ -161,8 +161,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     `[engine.gpu]`: the part of a GPU that the engine may have, where others share it.
 
     device   index, UUID of a GPU, or UUID of a MIG instance; the first GPU without it.
-    threads  part of its execution resources, as a percentage. Kept by MPS, where its control daemon runs.
+    threads  part of its execution resources, as a percentage. Kept by MPS.
     memory   of its memory; write `kv` too, so that model and cache fit into it. Kept by MPS.
+    mps_directory
+             where MPS's control daemon listens (its CUDA_MPS_PIPE_DIRECTORY); "/run/nvidia-mps" without it. With
+             `threads` or `memory` the engine does not start while none does. The service has a /tmp of its own, so
+             MPS's own default is of no use there.
 
     `[engine.synthetic]`: the engine that has no model; see `SyntheticSettings`.
 
@@ -315,6 +319,7 @@ SCHEMA: Final[Schema] = {
             "device": Field("device", text),
             "threads": Field("threads", _read_part),
             "memory": Field("memory_bytes", _at_least(1 << 20, units.parse_size, "20GiB")),
+            "mps_directory": Field("mps_directory", _read_folder),
         },
         "synthetic": {
             "seed": Field("seed", whole(0, (1 << 63) - 1)),

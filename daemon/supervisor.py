@@ -26,7 +26,7 @@ from seedance.daemon.secret import load_secret
 from seedance.daemon.tenants import Changes, TenantTable
 from seedance.daemon.watch import FolderWatch
 from seedance.errors import ConfigError, KernelError
-from seedance.qos.gpu import mps_runs
+from seedance.qos.gpu import mps_error
 from seedance.qos.kernel import KernelLimits
 from seedance.qos.limiter import LimiterStatistics
 from seedance.qos.machine import NetworkSide
@@ -293,8 +293,10 @@ class Supervisor:
         off = dict(self._kernel.off)
         if any(quota.group for quota in self._tenants.quotas.values()):
             off["group"] = "every tenant has a worker of its own in this version"
-        if self._config.engine.gpu.needs_mps and not mps_runs():
-            off["engine.gpu"] = "no MPS control daemon runs, which keeps threads and memory"
+        part = self._config.engine.gpu
+        error = mps_error(part.mps_directory) if part.needs_mps else ""
+        if error:
+            off["engine.gpu"] = error
         if self._processes.marks_off:
             off["network marks"] = self._processes.marks_off
         return off

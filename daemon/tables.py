@@ -273,7 +273,10 @@ def _steps(steps: StepReport) -> str:
 def _gpu(gpu: Gpu) -> str:
     busy = "" if gpu.busy is None else f", {gpu.busy:.0%} busy"
     divided = f", {len(gpu.instances)} MIG instances" if gpu.has_mig else ""
-    return f"{gpu.name}: {scaled(gpu.used_bytes, 'B')} of {scaled(gpu.memory_bytes, 'B')} used{busy}{divided}"
+    memory = "memory not known"
+    if gpu.used_bytes is not None and gpu.memory_bytes is not None:
+        memory = f"{scaled(gpu.used_bytes, 'B')} of {scaled(gpu.memory_bytes, 'B')} used"
+    return f"{gpu.name or 'unnamed'}: {memory}{busy}{divided}"
 
 
 def _cached(cached_tokens: int, read_tokens: int) -> str:

@@ -29,12 +29,14 @@ from seedance.engine.recorder import Recorder
 from seedance.engine.request import ModelInfo
 from seedance.engine.settings import EngineSettings
 from seedance.errors import EngineDead, EngineError, RemoteProtocolError
+from seedance.qos.gpu import GpuPart, mps_command, mps_error
 
 RESTART_MAX_S: Final = 30.0
 # An engine that served this long was no failed start: the next restart begins with a short wait again.
 _STABLE_S: Final = 60.0
 _STATISTICS_TIMEOUT_S: Final = 5.0
 _DETAIL_CHARACTERS: Final = 2_000
+_WHOLE_GPU: Final = GpuPart()
 
 log = logging.getLogger("seedance.engine.host")
 
@@ -66,6 +68,16 @@ def create_adapter(settings: EngineSettings, ledger: Ledger, loop: asyncio.Abstr
     )
 
 
+def _require_mps(part: GpuPart) -> None:
+    """Raise EngineDead where nothing keeps an engine to its part of a GPU: CUDA would run it without limits."""
+    error = mps_error(part.mps_directory) if part.needs_mps else ""
+    if error:
+        raise EngineDead(
+            f"cannot keep the engine within engine.gpu.threads and engine.gpu.memory: {error}; "
+            f"start it by `{mps_command(part.mps_directory)}`, or leave them out"
+        )
+
+
 class EngineHost:
     """The host of one engine, on a running event loop: an `EngineEvents` and a `ChannelOwner`.
 
@@ -89,6 +101,7 @@ class EngineHost:
         self._stopping = asyncio.Event()
         self._ledger: Ledger | None = None
         self._queue = EngineQueue(0)
+        self._gpu = _WHOLE_GPU
         self._recorder: Recorder | None = None
         self._channels: dict[int, Channel] = {}
         self._generations: dict[int, Generation] = {}
@@ -108,9 +121,13 @@ class EngineHost:
         """Make `serve` return; idempotent."""
         self._stopping.set()
 
-    def start_engine(self, adapter: EngineAdapter, queue: int = 0) -> None:
-        """Bring an engine up and keep it up; call it once. `queue` bounds the requests that wait, 0 for no bound."""
+    def start_engine(self, adapter: EngineAdapter, queue: int = 0, gpu: GpuPart = _WHOLE_GPU) -> None:
+        """Bring an engine up and keep it up; call it once. `queue` bounds the requests that wait, 0 for no bound.
+
+        With limits in `gpu` that nothing keeps it stays down; whether something does is looked at before each start.
+        """
         self._adapter = adapter
+        self._gpu = gpu
         self._queue = EngineQueue(queue)
         self._engine_task = self._loop.create_task(self._keep_engine(adapter))
         self._engine_task.add_done_callback(lambda _: self.stop())
@@ -170,6 +187,7 @@ class EngineHost:
             self._figures = ""
             self._change(EngineState.STARTING, "")
             try:
+                _require_mps(self._gpu)
                 self._model = await adapter.start(self)
             except EngineDead as exc:
                 self._engine_lost(str(exc))
@@ -311,7 +329,9 @@ class EngineHost:
             self._ledger = Ledger(fds[0])
             if message.settings.trace_bytes:
                 self._recorder = Recorder(message.settings.cache_dir, message.settings.trace_bytes, self._loop)
-            self.start_engine(create_adapter(message.settings, self._ledger, self._loop), message.settings.queue)
+            settings = message.settings
+            adapter = create_adapter(settings, self._ledger, self._loop)
+            self.start_engine(adapter, settings.queue, settings.gpu)
         elif isinstance(message, host_link.QueryStatistics):
             task = self._loop.create_task(self._answer(message.query))
             self._tasks.add(task)

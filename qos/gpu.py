@@ -6,14 +6,20 @@ Not seen on hardware: written by NVIDIA's documentation, tested against a stand-
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
-from collections.abc import Iterator
-from pathlib import Path
+import os
+import shlex
+import socket
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import msgspec
 
-_MPS_COMMAND: Final = "nvidia-cuda-mps"  # `comm` holds 15 characters of nvidia-cuda-mps-control
+MPS_DIRECTORY: Final = "/run/nvidia-mps"
+"""Where MPS is looked for: not in its own default below /tmp, of which a service has one to itself."""
+
+_MPS_SOCKET: Final = "control"  # in CUDA_MPS_PIPE_DIRECTORY; SOCK_SEQPACKET
 _MIB: Final = 1 << 20
 
 
@@ -22,12 +28,13 @@ class GpuPart(msgspec.Struct, frozen=True, kw_only=True):
 
     `device` is an index, a GPU's UUID or a MIG instance's, "" for what the driver shows first. `threads` is the part of
     its execution resources and `memory_bytes` of its memory that MPS gives out, both of them only where an MPS control
-    daemon runs.
+    daemon listens in `mps_directory`.
     """
 
     device: str = ""
     threads: float | None = None
     memory_bytes: int | None = None
+    mps_directory: str = MPS_DIRECTORY
 
     @property
     def needs_mps(self) -> bool:
@@ -36,7 +43,7 @@ class GpuPart(msgspec.Struct, frozen=True, kw_only=True):
 
     def environment(self) -> dict[str, str]:
         """Return what tells CUDA so, in the environment of the engine's processes."""
-        values = {}
+        values = {"CUDA_MPS_PIPE_DIRECTORY": self.mps_directory}
         if self.device:
             values["CUDA_VISIBLE_DEVICES"] = self.device
         if self.threads is not None:
@@ -48,22 +55,22 @@ class GpuPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a GPU that MIG has made, with memory and processors of its own."""
+    """A part of a GPU that MIG has made, with memory and processors of its own; None is what NVML does not say."""
 
     uuid: str
-    memory_bytes: int
+    memory_bytes: int | None
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU now. `busy` is the part of the last moment in which it ran something, None where NVML does not say.
+    """A GPU now. `busy` is the part of the last moment in which it ran something, `has_mig` says whether MIG is on.
 
-    `has_mig` says whether MIG is on, None where the GPU has none.
+    None, or "" for a text, is what NVML does not say of this one.
     """
 
     name: str
     uuid: str
-    memory_bytes: int
-    used_bytes: int
+    memory_bytes: int | None
+    used_bytes: int | None
     busy: float | None
     has_mig: bool | None
     instances: tuple[MigInstance, ...] = ()
@@ -78,53 +85,87 @@ class Gpus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(nvml: Any = None) -> Gpus:
-    """Ask the driver; `nvml` is pynvml, which is imported when it is not given. Never raises."""
+    """Ask the driver; `nvml` is pynvml, which is imported when it is not given. Raises nothing of NVML's."""
     nvml = nvml or importlib.import_module("pynvml")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as exc:
         return Gpus(error=str(exc))
     try:
-        driver = str(nvml.nvmlSystemGetDriverVersion())
-        gpus = tuple(_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(n)) for n in range(nvml.nvmlDeviceGetCount()))
-        return Gpus(driver=driver, gpus=gpus, error="" if gpus else "the driver knows none")
-    except nvml.NVMLError as exc:
-        return Gpus(error=str(exc))
+        driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion)
+        gpus, error = _gpus(nvml)
+        return Gpus(driver=str(driver or ""), gpus=gpus, error=error)
     finally:
-        nvml.nvmlShutdown()
+        _ask(nvml, nvml.nvmlShutdown)
+
+
+def _ask(nvml: Any, question: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the answer, None where NVML does not know: what it does not say of one GPU it may say of the others."""
+    with contextlib.suppress(nvml.NVMLError):
+        return question(*arguments)
+    return None
+
+
+def _gpus(nvml: Any) -> tuple[tuple[Gpu, ...], str]:
+    """Return the GPUs that can be asked, and why others cannot, or why there is none."""
+    gpus, error = [], ""
+    try:
+        count = nvml.nvmlDeviceGetCount()
+    except nvml.NVMLError as exc:
+        return (), str(exc)
+    for number in range(count):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(number)
+        except nvml.NVMLError as exc:
+            error = str(exc)
+        else:
+            gpus.append(_gpu(nvml, handle))
+    return tuple(gpus), error if count else "the driver knows none"
 
 
 def _gpu(nvml: Any, handle: Any) -> Gpu:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    busy = has_mig = None
-    with contextlib.suppress(nvml.NVMLError):  # not known of a GPU that MIG has divided
-        busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-    with contextlib.suppress(nvml.NVMLError):  # not every kind of GPU can be divided
-        current, _pending = nvml.nvmlDeviceGetMigMode(handle)
-        has_mig = bool(current)
+    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    rates = _ask(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)  # not known of a GPU that MIG has divided
+    mig = _ask(nvml, nvml.nvmlDeviceGetMigMode, handle)  # not every kind of GPU can be divided
     return Gpu(
-        name=str(nvml.nvmlDeviceGetName(handle)),
-        uuid=str(nvml.nvmlDeviceGetUUID(handle)),
-        memory_bytes=memory.total,
-        used_bytes=memory.used,
-        busy=busy,
-        has_mig=has_mig,
-        instances=tuple(_instances(nvml, handle)) if has_mig else (),
+        name=str(_ask(nvml, nvml.nvmlDeviceGetName, handle) or ""),
+        uuid=str(_ask(nvml, nvml.nvmlDeviceGetUUID, handle) or ""),
+        memory_bytes=memory and memory.total,
+        used_bytes=memory and memory.used,
+        busy=rates and rates.gpu / 100,
+        has_mig=mig and bool(mig[0]),
+        instances=tuple(_instances(nvml, handle)) if mig and mig[0] else (),
     )
 
 
 def _instances(nvml: Any, handle: Any) -> Iterator[MigInstance]:
-    for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-        with contextlib.suppress(nvml.NVMLError):  # a place that no instance has
-            instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-            memory = nvml.nvmlDeviceGetMemoryInfo(instance)
-            yield MigInstance(uuid=str(nvml.nvmlDeviceGetUUID(instance)), memory_bytes=memory.total)
+    for number in range(_ask(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        instance = _ask(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
+        uuid = instance and _ask(nvml, nvml.nvmlDeviceGetUUID, instance)
+        if uuid:  # else a place that no instance has
+            memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, instance)
+            yield MigInstance(uuid=str(uuid), memory_bytes=memory and memory.total)
 
 
-def mps_runs(proc: Path = Path("/proc")) -> bool:
-    """Return whether an MPS control daemon runs."""
-    for path in proc.glob("[0-9]*/comm"):
-        with contextlib.suppress(OSError):
-            if path.read_text().strip() == _MPS_COMMAND:
-                return True
-    return False
+def mps_error(directory: str) -> str:
+    """Return why CUDA would not find MPS by this CUDA_MPS_PIPE_DIRECTORY, "" where its control daemon listens there.
+
+    It is asked as CUDA does, and as this process sees the directory: a service does not see all of the machine's
+    files, nor everybody's processes. Never waits.
+    """
+    path = os.path.join(directory, _MPS_SOCKET)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(path)
+        except OSError as exc:
+            # A full queue, or another kind of socket: either way somebody listens.
+            if exc.errno not in (errno.EAGAIN, errno.EPROTOTYPE):
+                return f"no MPS control daemon can be reached at '{path}': {exc.strerror or exc}"
+    return ""
+
+
+def mps_command(directory: str) -> str:
+    """Return what root types to start MPS's control daemon there."""
+    where = shlex.quote(directory)
+    return f"install -d -m 0755 {where} && CUDA_MPS_PIPE_DIRECTORY={where} nvidia-cuda-mps-control -d"

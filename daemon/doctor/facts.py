@@ -63,7 +63,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     gpu_driver: str = ""
     gpu_error: str = ""
     gpus: tuple[str, ...] = ()
-    mps: bool = False
+    mps_error: str = ""
     mig: bool = False
     mig_instances: tuple[str, ...] = ()
     gpu_part: GpuPart = GpuPart()

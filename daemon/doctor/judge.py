@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import PurePosixPath
 from typing import Final, Literal, TypeAlias
 
 import msgspec
 
 from seedance.daemon.doctor.facts import Facts
+from seedance.qos.gpu import MPS_DIRECTORY, mps_command
 
 Word: TypeAlias = Literal["ok", "warn", "fail"]
 
@@ -51,6 +53,8 @@ USEFUL_CAPABILITIES: Final = ("sys_resource",)
 _URING_FROM: Final = (6, 1)
 _NOFILE: Final = 65_536
 _MEMLOCK_BYTES: Final = 8 << 20
+# What PrivateTmp= and ProtectHome= hide from the service.
+_HIDDEN: Final = ("/tmp", "/var/tmp", "/home", "/root", "/run/user")
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -269,14 +273,22 @@ def judge_gpu(facts: Facts) -> Finding:
 
 def judge_mps(facts: Facts) -> Finding:
     """Judge CUDA's multi-process service, of use only where several processes share a GPU."""
-    if facts.gpu_part.needs_mps and not (facts.mps and facts.gpus):
-        found = "not running; nothing keeps engine.gpu.threads and engine.gpu.memory"
-        return Finding("fail", "mps", found, "start it as the engine's user: `nvidia-cuda-mps-control -d`")
+    part = facts.gpu_part
+    if part.needs_mps:
+        if facts.mps_error:
+            found = f"{facts.mps_error}; the engine does not start, as nothing keeps its engine.gpu.threads and .memory"
+            return Finding("fail", "mps", found, f"start it as root: `{mps_command(part.mps_directory)}`")
+        if facts.unit_path and any(PurePosixPath(part.mps_directory).is_relative_to(hidden) for hidden in _HIDDEN):
+            found = f"seedanced.service does not see '{part.mps_directory}', and so the engine does not start"
+            return Finding("fail", "mps", found, f'write mps_directory = "{MPS_DIRECTORY}", and start MPS with that')
+        if not facts.gpus:
+            found = "there is no GPU of which engine.gpu.threads and .memory could be parts"
+            return Finding("fail", "mps", found, "install NVIDIA's driver, or leave them out")
     if not facts.gpus:
         return Finding("ok", "mps", "no GPU to share")
-    if facts.mps:
-        return Finding("ok", "mps", "nvidia-cuda-mps-control runs")
-    return Finding("ok", "mps", "not running; one engine has the GPU to itself and needs none")
+    if facts.mps_error:
+        return Finding("ok", "mps", f"{facts.mps_error}; one engine has the GPU to itself and needs none")
+    return Finding("ok", "mps", f"its control daemon listens in '{part.mps_directory}'")
 
 
 def judge_mig(facts: Facts) -> Finding:

@@ -69,7 +69,7 @@ def gather(config_path: str) -> Facts:
     facts |= _of_cgroup(config.kernel.cgroup if config else "")
     facts |= _of_bpf(config.kernel.bpffs if config else "/sys/fs/bpf")
     facts |= _of_systemd()
-    facts |= _of_gpu()
+    facts |= _of_gpu(config.engine.gpu if config else gpu.GpuPart())
     facts |= _of_process(facts.get("daemon"))
     return Facts(**facts)
 
@@ -332,12 +332,12 @@ def _output(*command: str) -> str:
     return done.stdout
 
 
-def _of_gpu() -> dict[str, Any]:
+def _of_gpu(part: gpu.GpuPart) -> dict[str, Any]:
     found = gpu.read()
     return {
         "vllm": _vllm(),
-        "mps": gpu.mps_runs(),
-        "gpus": tuple(each.name for each in found.gpus),
+        "mps_error": gpu.mps_error(part.mps_directory),
+        "gpus": tuple(each.name or "unnamed" for each in found.gpus),
         "gpu_driver": found.driver,
         "gpu_error": found.error,
         "mig": any(each.has_mig is not None for each in found.gpus),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, Http, running, wait_until
+from support.mps import control_daemon
 from support.slices import slice_s, slices_missing
 
 from seedance.daemon import control
 from seedance.daemon.client import ApiRefused, Client
+from seedance.daemon.doctor.probe import gather
 from seedance.daemon.process import SERVING_SLICE_S, WORKER_SLICE_S
 from seedance.errors import ResourceBroken
 
@@ -308,8 +311,22 @@ def test_the_first_ready_prints_three_commands_that_work(tmp_path: Path) -> None
         assert "ready after" in log
 
 
-def test_a_part_of_a_gpu_that_nothing_keeps_is_off(tmp_path: Path) -> None:
-    with running(tmp_path / "d", "acme", tables={"engine.gpu": {"device": "0", "threads": "50%"}}) as daemon:
-        off = daemon.status().limits_off
-        assert off["engine.gpu"] == "no MPS control daemon runs, which keeps threads and memory"
-        daemon.stop()
+def test_an_engine_whose_part_of_a_gpu_nothing_keeps_does_not_run(tmp_path: Path) -> None:
+    directory = tmp_path / "mps"
+    part = {"device": "0", "threads": "50%", "mps_directory": str(directory)}
+    with contextlib.ExitStack() as stack:
+        with control_daemon(directory):
+            daemon = stack.enter_context(running(tmp_path / "d", "acme", tables={"engine.gpu": part}))
+            assert daemon.text("acme")
+            assert "engine.gpu" not in daemon.status().limits_off
+            assert gather(str(daemon.config)).mps_error == ""
+        daemon.kill(daemon.child("engine host").pid)
+        wait_until(lambda: "engine.gpu.threads" in daemon.status().engine.detail)
+        status = daemon.status()
+        assert status.engine.state == "dead"
+        assert f"CUDA_MPS_PIPE_DIRECTORY={directory} nvidia-cuda-mps-control -d`" in status.engine.detail
+        assert status.limits_off["engine.gpu"] == gather(str(daemon.config)).mps_error
+        assert status.limits_off["engine.gpu"] in status.engine.detail
+        with control_daemon(directory):
+            wait_until(lambda: _answers(daemon, "acme"))
+            daemon.stop()

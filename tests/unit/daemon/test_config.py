@@ -69,6 +69,7 @@ dtype = "float32"
 device = "MIG-1"
 threads = "50%"
 memory = "20GiB"
+mps_directory = "/run/other/"
 [engine.synthetic]
 seed = 7
 tokens_per_s = 12.5
@@ -146,7 +147,7 @@ def test_full_file() -> None:
         threads=2,
         enforce_eager=True,
         dtype="float32",
-        gpu=GpuPart(device="MIG-1", threads=0.5, memory_bytes=20 << 30),
+        gpu=GpuPart(device="MIG-1", threads=0.5, memory_bytes=20 << 30, mps_directory="/run/other"),
         synthetic=SyntheticSettings(
             seed=7,
             tokens_per_s=12.5,
@@ -293,6 +294,7 @@ def test_model_names_and_paths(model: str, expected: str, name: str) -> None:
         ("[engine]\nkind='synthetic'\n[classes]\nnight = 3", "classes.night", "where a table belongs"),
         ("[engine]\nkind='synthetic'\n[engine.gpu]\nthreads = '0%'", "engine.gpu.threads", 'something above "0%"'),
         ("[engine]\nkind='synthetic'\n[engine.gpu]\nmemory = 1", "engine.gpu.memory", "too small"),
+        ("[engine]\nkind='synthetic'\n[engine.gpu]\nmps_directory = 'mps'", "engine.gpu.mps_directory", "from '/'"),
         ("[engine]\nkind='synthetic'\n[classes.x]\nwieght = 3", "classes.x.wieght", "did you mean 'weight'?"),
         ("[engine", "", "cannot read it as TOML"),
     ],

