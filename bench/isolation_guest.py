@@ -1,6 +1,7 @@
 """What `bench.isolation` does in the guest: measure the limits of the installed service, and print raw samples as JSON.
 
-python -m bench.isolation_guest SECONDS PAIRS
+python -m bench.isolation_guest limits SECONDS
+python -m bench.isolation_guest neighbours SECONDS PAIRS
 """
 
 from __future__ import annotations
@@ -17,21 +18,17 @@ from bench.report import say
 DIRECTIONS = ("egress", "ingress")
 
 
-class Samples(msgspec.Struct, frozen=True, kw_only=True):
-    """`wire` has bytes a second by direction and number of connections, `dropped_packets` likewise.
-
-    `neighbours` has the times between a neighbour's tokens, by the limit at which others are.
-    """
+class LimitSamples(msgspec.Struct, frozen=True, kw_only=True):
+    """`wire` has bytes a second by direction and number of connections, `dropped_packets` likewise."""
 
     cpu_cores: float
     cpu_throttled: int
     wire: dict[str, dict[int, float]]
     dropped_packets: dict[str, dict[int, int]]
-    neighbours: dict[str, isolation.Neighbour]
 
 
-def measure(seconds: float, pairs: int) -> Samples:
-    """Measure each limit for so many seconds, and a neighbour in so many pairs of runs, each as long."""
+def limits(seconds: float) -> LimitSamples:
+    """Measure each limit for so many seconds."""
     with joined() as clients, isolation.serving() as service:
         say("processor time")
         cores, throttled = isolation.busy_cpu(clients, "acme", service.keys["acme"], seconds)
@@ -42,19 +39,26 @@ def measure(seconds: float, pairs: int) -> Samples:
                 found[direction][connections] = isolation.wire_rate(
                     clients, "bolt", service.keys["bolt"], direction, connections, seconds
                 )
-        neighbours = {}
-        for limits in (*((one,) for one in isolation.LOADS), tuple(isolation.LOADS)):
-            say(f"a neighbour without and with others at their limits: {', '.join(limits)}")
-            loads = functools.partial(isolation.at_limits, clients, service, *limits)
-            neighbours[" ".join(limits)] = isolation.neighbour(clients, service.keys["crux"], loads, pairs, seconds)
-    return Samples(
+    return LimitSamples(
         cpu_cores=cores,
         cpu_throttled=throttled,
         wire={name: {n: one.bytes_per_s for n, one in by.items()} for name, by in found.items()},
         dropped_packets={name: {n: one.dropped_packets for n, one in by.items()} for name, by in found.items()},
-        neighbours=neighbours,
     )
 
 
+def neighbours(seconds: float, pairs: int) -> dict[str, isolation.Neighbour]:
+    """Return the times between a neighbour's tokens by the limit at which others are, in so many pairs of runs."""
+    found = {}
+    with joined() as clients, isolation.serving() as service:
+        for names in (*((one,) for one in isolation.LOADS), tuple(isolation.LOADS)):
+            say(f"a neighbour without and with others at their limits: {', '.join(names)}")
+            loads = functools.partial(isolation.at_limits, clients, service, *names)
+            found[" ".join(names)] = isolation.neighbour(clients, service.keys["crux"], loads, pairs, seconds)
+    return found
+
+
 if __name__ == "__main__":
-    print(msgspec.json.encode(measure(float(sys.argv[1]), int(sys.argv[2]))).decode())
+    what, seconds, *pairs = sys.argv[1:]
+    samples = limits(float(seconds)) if what == "limits" else neighbours(float(seconds), int(pairs[0]))
+    print(msgspec.json.encode(samples).decode())

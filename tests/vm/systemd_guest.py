@@ -7,6 +7,7 @@ is kept beside the image, and a start takes it up from there. `cold` boots all t
 from __future__ import annotations
 
 import contextlib
+import enum
 import hashlib
 import io
 import json
@@ -31,24 +32,28 @@ KERNEL_LINE: Final = (
     "console=ttyS0 loglevel=4 panic=-1 reboot=t mitigations=off random.trust_cpu=on audit=0 apparmor=0 selinux=0 "
     "no5lvl no_timer_check systemd.show_status=no systemd.gpt_auto=no"
 )
+
+
+class Clock(enum.Enum):
+    """What a guest's time is: the host's, or its own instructions counted, one a nanosecond.
+
+    Emulation is slow, and by the host's clock all that a guest does takes that much longer, and more while the host is
+    busy: latencies say little. By a clock that counts, the guest is a machine whose processors make 10⁹ instructions a
+    second together, however long that takes here; while they have nothing to do, time jumps to the next timer.
+    """
+
+    HOST = ("-accel", "tcg,thread=multi")
+    COUNTED = ("-accel", "tcg,thread=single", "-icount", "shift=0,sleep=off")
+
+
 HARDWARE: Final = (
-    *(
-        "-accel",
-        "tcg,thread=multi",
-        "-cpu",
-        "max",
-        "-smp",
-        "2,sockets=1,cores=2",
-        "-m",
-        "1536",
-        "-nodefaults",
-        "-no-user-config",
-    ),
+    *("-cpu", "max", "-smp", "2,sockets=1,cores=2", "-m", "1536", "-nodefaults", "-no-user-config"),
     *("-display", "none", "-nic", "none", "-no-reboot", "-device", "virtio-blk-pci,drive=root"),
     *("-device", "virtio-serial-pci", "-device", "virtserialport,chardev=agent,nr=1,name=agent"),
     *("-serial", "chardev:console", "-mon", "monitor,mode=control"),
 )
-"""With the drive `root` and the character devices `agent`, `console` and `monitor`, which are each machine's own."""
+"""Two cores of one processor, the drive `root`, and the character devices `agent`, `console` and `monitor`, which are
+each machine's own."""
 
 BOOT_S: Final = 600.0
 """How long a boot may take; on a busy machine it is several times what it takes on an idle one."""
@@ -168,8 +173,9 @@ def connect(path: Path) -> socket.socket:
 class Machine:
     """QEMU with a guest in it; its files are in `folder`: console.log, agent.sock, monitor.sock, pid."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, clock: Clock = Clock.HOST) -> None:
         self.folder = folder
+        self.clock = clock
         self.socket = folder / "agent.sock"
         self.monitor = folder / "monitor.sock"
         self.console = folder / "console.log"
@@ -188,7 +194,7 @@ class Machine:
         """Start the machine in the background; what it writes to its disk is forgotten when it ends."""
         if self.pid:
             raise Unavailable(f"a machine already runs in {self.folder} (--stop ends it)")
-        booted = image if cold else find_booted(image)
+        booted = image if cold else find_booted(image, self.clock)
         disk, memory = ("root.img", "") if cold else ("disk.img", f"exec:cat {booted / 'memory'}")
         self.launch(image, booted / disk, forget=True, incoming=memory)
         if not cold:
@@ -210,6 +216,7 @@ class Machine:
             *("-chardev", f"file,id=console,path={self.console}"),
             *("-chardev", f"socket,id=agent,path={self.socket},server=on,wait=off"),
             *("-chardev", f"socket,id=monitor,path={self.monitor},server=on,wait=off"),
+            *self.clock.value,
             *HARDWARE,
             *(("-incoming", incoming) if incoming else ()),
         ]
@@ -258,25 +265,26 @@ class Machine:
 # --- the booted machine ---------------------------------------------------------------------------------------------
 
 
-def find_booted(image: Path) -> Path:
+def find_booted(image: Path, clock: Clock) -> Path:
     """Return the folder with `memory` and `disk.img` of a booted machine, made if need be."""
-    folder = image / f"booted-{machine_key()}"
+    kind = f"booted-{clock.name.lower()}"
+    folder = image / f"{kind}-{machine_key(clock)}"
     with locked(image / "lock"):
         if not folder.exists():
             say("booting the image, once")
-            for stale in image.glob("booted-*"):
+            for stale in image.glob(f"{kind}-*"):
                 shutil.rmtree(stale)
-            boot_image(image, folder)
+            boot_image(image, folder, clock)
     return folder
 
 
-def boot_image(image: Path, target: Path) -> None:
+def boot_image(image: Path, target: Path, clock: Clock) -> None:
     with tempfile.TemporaryDirectory(dir=image, prefix="booting-") as name:
         staging = Path(name)
         result = staging / "result"
         result.mkdir()
         subprocess.run(["cp", "--sparse=always", image / "root.img", result / "disk.img"], check=True)
-        machine = Machine(staging)
+        machine = Machine(staging, clock)
         machine.launch(image, result / "disk.img", forget=False)
         try:
             with machine.agent(BOOT_S) as agent:
@@ -290,11 +298,11 @@ def boot_image(image: Path, target: Path) -> None:
         result.rename(target)
 
 
-def machine_key() -> str:
+def machine_key(clock: Clock) -> str:
     """Return a digest of what a saved state depends on: QEMU, the machine, and the processor whose cycles it counts."""
     version = subprocess.run([find_qemu(), "--version"], capture_output=True, text=True, check=True).stdout
     model = Path("/proc/cpuinfo").read_text().partition("model name")[2].partition("\n")[0]
-    parts = (version, model, KERNEL_LINE, *HARDWARE)
+    parts = (version, model, KERNEL_LINE, *clock.value, *HARDWARE)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

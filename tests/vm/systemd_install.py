@@ -38,6 +38,7 @@ def install(agent: Agent, scratch: Path) -> None:
         ("systemd-tmpfiles", "--create", f"{_PREFIX}/lib/tmpfiles.d/seedance.conf"),
         ("systemctl", "daemon-reload"),
         ("python3", "-m", "compileall", "-q", "-j0", f"{LIB}/lib/python{PYTHON}/site-packages/seedance"),
+        ("sync",),  # else the disk is written while something is measured
     ):
         agent.check(command)
 

@@ -3,12 +3,14 @@
     PYTHONPATH=tests python -m vm.systemd_run [TEST... -- PYTEST-ARGUMENT...]
     PYTHONPATH=tests python -m vm.systemd_run --shell 'systemctl status'
     PYTHONPATH=tests python -m vm.systemd_run --start | --install | --stop
+    PYTHONPATH=tests python -m vm.systemd_run --counted [TEST...]
 
 The image is built and booted once, cached by content; what a guest writes is forgotten when it ends. A run takes up the
 booted machine, installs the wheel of this checkout as `make install` does, runs pytest files inside as root, and leaves
 junit.xml, journal.txt, dmesg.txt and the console in the folder build/vm/NAME. A guest started by --start has seedance
 installed and stays: --shell uses it, --live has tests use it, --install brings the checkout as it is now, --stop ends
-it. Without one, --shell starts a bare guest for the command alone.
+it. Without one, --shell starts a bare guest for the command alone. With --counted the guest's clock counts its own
+instructions (`systemd_guest.Clock`), for what measures latencies.
 
 Exit status: pytest's own, or the command's; 1 also when the kernel complained or the tests left something behind; 77
 when this machine cannot do it, with the reason; 69 when the guest did not start or ended early.
@@ -29,7 +31,7 @@ from typing import Final
 from vm.guest_init import BAD_LOG
 from vm.leftovers import State, left_behind
 from vm.run import BUILD, EX_SKIP, EX_UNAVAILABLE, Unavailable
-from vm.systemd_guest import BOOT_S, Agent, Ended, Machine
+from vm.systemd_guest import BOOT_S, Agent, Clock, Ended, Machine
 from vm.systemd_image import LIB, TESTS_SITE, find_image, say
 from vm.systemd_install import GUEST_ROOT, install
 
@@ -52,7 +54,7 @@ SETTLE_S: Final = 10.0
 def main() -> int:
     """Do what the command line says."""
     options = parse(sys.argv[1:])
-    machine = Machine(BUILD / options.name)
+    machine = Machine(BUILD / options.name, options.clock)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EX_UNAVAILABLE))  # so that the machine ends too
     try:
         return act(machine, options)
@@ -71,6 +73,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", nargs="*", default=list(DEFAULT_TESTS), metavar="TEST")
     parser.add_argument("--name", default="systemd", help="of the guest, and of its folder below build/vm")
+    parser.add_argument("--counted", action="store_true", help="let the guest's clock count its instructions")
     parser.add_argument("--cold", action="store_true", help="boot, instead of taking up a booted machine")
     parser.add_argument("--live", action="store_true", help="use the guest that runs, or start one and leave it")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help="for pytest")
@@ -81,6 +84,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     action.add_argument("--stop", action="store_true", help="end the guest that was left")
     options = parser.parse_args(own)
     options.arguments = rest[0] if rest else []
+    options.clock = Clock.COUNTED if options.counted else Clock.HOST
     return options
 
 

@@ -68,7 +68,7 @@ def test_memory_ends_the_culprit_alone(service: Service, clients: Clients) -> No
 
 
 def test_a_neighbour_goes_on_at_its_pace(service: Service, clients: Clients) -> None:
-    """What becomes of the 99th percentile takes more time, and an idle machine, to tell: `make bench-isolation`."""
+    """What becomes of the 99th percentile takes a guest whose clock counts, and more time: `make bench-isolation`."""
     found = isolation.neighbour(
         clients, service.keys["crux"], lambda: isolation.at_limits(clients, service, "cpu"), pairs=1, seconds=15
     )
