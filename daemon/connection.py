@@ -29,8 +29,8 @@ _POST_DOORS: dict[str, Callable[[Service, openai_door.Exchange, bytes, int | Non
     "/v1/completions": openai_door.completion,
 }
 _MODELS = "/v1/models"
-WEBSOCKET_PATHS = ("/v2/infer", "/echo")
-"""The second one exists only in the configuration that conformance tests use."""
+WEBSOCKET_PATHS = ("/v2/infer", "/v2/stream", "/echo")
+"""The last one exists only in the configuration that conformance tests use."""
 
 
 class Owner(Protocol):
