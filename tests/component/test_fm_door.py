@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import random
 import re
 import sys
@@ -208,6 +209,31 @@ def test_a_stream_is_cancelled_from_another_connection_while_its_client_is_away(
     wait_until(daemon.is_at_rest)
 
 
+def test_a_stream_is_ended_by_an_http_request(daemon: Daemon) -> None:
+    def ask(method: str, tenant: str, id: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(daemon.address, timeout=TIMEOUT_S)
+        with contextlib.closing(connection):
+            headers = {"Authorization": f"Bearer {daemon.keys[tenant]}"}
+            connection.request(method, f"/v2/streams/{id}", headers=headers)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+
+    async def run() -> None:
+        async with in_time(), client(daemon) as fm:
+            stream = fm.ask(PROMPT, max_tokens=20_000)
+            await stream.wait(lambda stream: bool(stream.data))
+            status, body = await asyncio.to_thread(ask, "DELETE", "globex", stream.id)
+            assert (status, "not_found" in body) == (404, True)
+            assert (await asyncio.to_thread(ask, "GET", "acme", stream.id))[0] == 405
+            assert stream.last is None
+            for _ in range(2):  # the second one is only late
+                assert await asyncio.to_thread(ask, "DELETE", "acme", stream.id) == (204, "")
+            assert (await stream.end()).finish_reason == "abort"
+
+    asyncio.run(run())
+    wait_until(daemon.is_at_rest)
+
+
 def test_a_close_of_1000_ends_the_session_and_its_streams(daemon: Daemon) -> None:
     async def run() -> None:
         async with in_time(), client(daemon) as fm:
@@ -376,7 +402,7 @@ def test_a_connection_that_is_taken_over_by_another_one_is_closed(daemon: Daemon
 
 @pytest.mark.parametrize("is_away", [True, False])
 def test_who_takes_nothing_pauses_its_streams_and_gets_all_of_it_later(daemon: Daemon, is_away: bool) -> None:
-    tokens = whole_tokens(PROMPT, 4000)
+    tokens = whole_tokens(PROMPT, 2500)
 
     async def run() -> None:
         async with in_time(), client(daemon, keeps_trying=not is_away) as fm:
@@ -396,7 +422,7 @@ def test_who_takes_nothing_pauses_its_streams_and_gets_all_of_it_later(daemon: D
                 return len(counts) > 20 and counts[-20] == counts[-1]
 
             await until(has_stopped)
-            assert 1000 < counts[-1] < 2 * tokens
+            assert 1000 < counts[-1] < 3 * tokens
             assert daemon.tenant("acme").used.streams == 4
             fm.reading.set()
             fm.reconnect()
