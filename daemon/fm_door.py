@@ -81,8 +81,8 @@ class FmConnection(WebSocketConnection):
         """See `WebSocketConnection`; a session says by itself when its streams are to pause."""
 
     def fell_behind(self, waiting_bytes: int) -> None:
-        """Give the connection up when far too much waits; the session bounds what it has sent by itself."""
-        if waiting_bytes > self._sessions.options.bound_bytes:
+        """Give the connection up when more waits than the session can have sent: what it has to answer to each ping."""
+        if waiting_bytes > 2 * self._sessions.options.bound_bytes:
             self.end(CloseCode.ABNORMAL)
 
     # -- what its session needs: `fm_streams.Connection` -------------------------------------------------------------

@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import random
 import re
+import signal
 import sys
 import time
 from asyncio.subprocess import PIPE
@@ -453,3 +454,21 @@ def test_the_example_of_the_readme_loses_nothing_either(daemon: Daemon, tmp_path
 
     assert asyncio.run(run()) == expected_text(PROMPT, tokens)
     wait_until(daemon.is_at_rest)
+
+
+def test_a_stop_is_told_and_ends_what_it_must(tmp_path: Path) -> None:
+    async def run(daemon: Daemon) -> None:
+        async with in_time(), client(daemon, keeps_trying=False) as fm:
+            stream = fm.ask(PROMPT, max_tokens=20_000)
+            await stream.wait(lambda stream: bool(stream.data))
+            daemon.signal(signal.SIGTERM)
+            await fm.wait(lambda client: bool(client.notes))
+            assert await refusal(fm.ask(PROMPT)) == "overloaded"
+            assert await refusal(stream) == "overloaded"
+            assert fm.notes == ["draining"]
+            assert stream.last is not None
+            assert stream.last.retry_after_ms
+
+    with running(tmp_path / "d", "acme") as daemon:
+        asyncio.run(run(daemon))
+        assert daemon.wait() == 0

@@ -128,7 +128,7 @@ def test_text_is_refused(worker: FmWorker, link: Link) -> None:
 
 def test_who_lets_far_too_much_wait_is_cut_off(worker: FmWorker, link: Link) -> None:
     ends = []
-    for waiting_bytes in (worker.max_backlog_bytes, worker.max_backlog_bytes + 1):
+    for waiting_bytes in (2 * worker.max_backlog_bytes, 2 * worker.max_backlog_bytes + 1):
         link.connection.fell_behind(waiting_bytes)
         ends.append(link.flow.ended)
     assert ends == ["", "aborted"]
