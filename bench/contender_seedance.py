@@ -142,6 +142,7 @@ class Seedance:
             worker=WorkerConfig(io=self._io, idle_timeout_s=PATIENCE_S),
             http=HttpConfig(idle_timeout_s=PATIENCE_S, ping_interval_s=PATIENCE_S),
             log_level="warning",
+            session_key=os.urandom(32),
         )
         fds = [worker_handover.fileno(), worker_channel.fileno(), worker_control.fileno()]
         socket.send_fds(link, [ZYGOTE_ORDERS.encode(Spawn(1, settings))], fds)

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 from seedance.daemon import openai_door
 from seedance.daemon.doors import openai_response
 from seedance.daemon.doors.errors import ApiError
+from seedance.daemon.fm_sessions import FmSessions
 from seedance.daemon.infer_door import PAUSE_PART
 from seedance.daemon.keys import hash_key, key_of
 from seedance.daemon.openai_door import error_response
@@ -29,14 +30,16 @@ _POST_DOORS: dict[str, Callable[[Service, openai_door.Exchange, bytes, int | Non
     "/v1/completions": openai_door.completion,
 }
 _MODELS = "/v1/models"
-WEBSOCKET_PATHS = ("/v2/infer", "/echo")
-"""The second one exists only in the configuration that conformance tests use."""
+_STREAMS = "/v2/streams/"
+WEBSOCKET_PATHS = ("/v2/infer", "/v2/stream", "/echo")
+"""The last one exists only in the configuration that conformance tests use."""
 
 
 class Owner(Protocol):
     """What a connection needs of its worker."""
 
     service: Service
+    sessions: FmSessions
     limits: Limits
     max_backlog_bytes: int
     test_echo: bool
@@ -172,6 +175,8 @@ class HttpConnection:
             self._take_if(request, "POST")
         elif request.path == _MODELS or request.path.startswith(_MODELS + "/"):
             self._take_if(request, "GET", "HEAD")
+        elif request.path.startswith(_STREAMS):
+            self._take_if(request, "DELETE")
         else:
             raise ApiError("not_found", f"cannot find '{request.path[:200]}' here; the paths are in the documentation")
 
@@ -187,7 +192,11 @@ class HttpConnection:
     def _request_received(self, request: Request, body: bytes) -> None:
         door = _POST_DOORS.get(request.path)
         if door is None:
-            self._models(request.path)
+            path = request.path
+            if path.startswith(_STREAMS):
+                self._end_stream_by_id(unquote(path[len(_STREAMS) :]))
+            else:
+                self._models(path)
             return
         answer = door(self._owner.service, self, body, deadline_of(request.headers))
         # A request that was refused at once has been answered already.
@@ -205,6 +214,11 @@ class HttpConnection:
             )
         body = openai_response.model_body(model) if name else openai_response.models_body([model])
         self.respond(200, (("Content-Type", "application/json"),), body)
+
+    def _end_stream_by_id(self, id: str) -> None:
+        if not self._owner.sessions.cancel(id):
+            raise ApiError("not_found", f"cannot find the stream '{id[:200]}'; its id is in its ACCEPT frame")
+        self.respond(204, (), b"")
 
     def refuse_upgrade(self, refusal: HandshakeRefused) -> None:
         """Answer a request that cannot become a WebSocket."""

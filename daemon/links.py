@@ -92,7 +92,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """All that a worker is told at its birth.
 
     `engine` is the engine's state at that moment, so that the first request need not wait for the channel to tell.
-    `limiter` is the snapshot that the tenant's last worker left, or None. `test_echo` opens the echo route of the
+    `session_key` is the tenant's own, for resume tokens, and never changes. `limiter` is the snapshot that the tenant's
+    last worker left, or None. `test_echo` opens the echo route of the
     WebSocket conformance suite and is never set by an operator's configuration.
     """
 
@@ -100,6 +101,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerConfig
     http: HttpConfig
     log_level: str
+    session_key: bytes
     engine: EngineChanged = EngineChanged(EngineState.STARTING, "", None)
     limiter: LimiterSnapshot | None = None
     test_echo: bool = False

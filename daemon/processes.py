@@ -45,7 +45,7 @@ from seedance.daemon.links import (
 from seedance.daemon.notify import Watchdog
 from seedance.daemon.privileges import find_account
 from seedance.daemon.process import Start
-from seedance.daemon.secret import cache_salt
+from seedance.daemon.secret import cache_salt, session_key
 from seedance.daemon.sockets import Listeners
 from seedance.daemon.tenants import TenantTable
 from seedance.daemon.workers import Workers
@@ -275,6 +275,7 @@ class Processes:
             worker=self._config.worker,
             http=self._config.http,
             log_level=self._options.log_level,
+            session_key=session_key(self._secret, quota.tenant),
             engine=channel.EngineChanged(self.engine.state, self.engine.detail, self.engine.model),
             limiter=limiter,
             test_echo=self._options.test_echo,

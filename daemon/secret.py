@@ -1,4 +1,4 @@
-"""The secret of this installation, from which cache salts come."""
+"""The secret of this installation, from which cache salts and the keys of sessions come."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def load_secret(path: Path) -> bytes:
     """Return this installation's secret, made at the first call; only its owner can read it. Raises OSError.
 
     Cache salts come from it: were they guessable, one tenant could find out from timing what another one has asked.
+    So do the keys under which sessions' tokens are made: who had one could go on with the tenant's sessions.
     """
     with contextlib.suppress(FileNotFoundError):
         return path.read_bytes()
@@ -33,3 +34,8 @@ def load_secret(path: Path) -> bytes:
 def cache_salt(secret: bytes, tenant: str) -> str:
     """Return what separates a tenant's prefix cache from the others': the same after every restart, unguessable."""
     return hmac.digest(secret, tenant.encode(), hashlib.sha256).hex()
+
+
+def session_key(secret: bytes, tenant: str) -> bytes:
+    """Return the key of a tenant's resume tokens: the same after every restart."""
+    return hmac.digest(secret, b"session\0" + tenant.encode(), hashlib.sha256)  # no tenant's name holds a NUL

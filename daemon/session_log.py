@@ -89,6 +89,10 @@ class SessionLog(Generic[T]):
     def __len__(self) -> int:
         return len(self._kept)
 
+    def items(self) -> list[T]:
+        """Return all that is kept."""
+        return [kept.item for kept in self._kept.values()]
+
     def add(self, client_id: str, make: Callable[[str, str], T]) -> Kept[T]:
         """Keep what `make` makes of a new name and token, for a client that is there."""
         name = _text(self._random_bytes(_NAME_BYTES))

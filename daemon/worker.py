@@ -22,6 +22,8 @@ from seedance.daemon.connection import HttpConnection
 from seedance.daemon.doors import infer
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.engine_client import EngineClient
+from seedance.daemon.fm_door import FmConnection
+from seedance.daemon.fm_sessions import FmSessions
 from seedance.daemon.infer_door import EchoConnection, InferConnection, WebSocketConnection, plain_frame
 from seedance.daemon.links import (
     LAST_WORDS_S,
@@ -44,11 +46,13 @@ from seedance.daemon.links import (
     WorkerSettings,
     WorkerStatistics,
 )
+from seedance.daemon.protocol import fm_frame
+from seedance.daemon.protocol.fm_session import Options
 from seedance.daemon.protocol.frame import CloseCode
 from seedance.daemon.protocol.handshake import HandshakeRefused, accept_response_headers
 from seedance.daemon.protocol.head import Limits, Request
 from seedance.daemon.protocol.http import Phase
-from seedance.daemon.ring.driver import Driver
+from seedance.daemon.ring.driver import Driver, Flow
 from seedance.daemon.ring.loop import new_loop
 from seedance.daemon.sampling_defaults import load_sampling_defaults
 from seedance.daemon.service import Service
@@ -60,6 +64,7 @@ from seedance.qos.limiter import LimiterStatistics, TenantLimiter
 _log = logging.getLogger(__name__)
 _LONGEST_TICK_S: Final = 1.0
 _SWITCH_S: Final = 0.0005
+_SUBPROTOCOLS: Final = {"/v2/infer": (infer.SUBPROTOCOL,), "/v2/stream": (fm_frame.SUBPROTOCOL,)}
 _TAKEN: Final = TO_GATEWAY.encode(Taken())
 
 Connection = HttpConnection | WebSocketConnection
@@ -106,6 +111,11 @@ class Worker:
         self.service.engine = EngineClient(driver, self._limiter, loop.time, self._engine_changed, plain_frame)
         self.service.engine.connect(engine.detach())
         self._engine_changed(settings.engine)
+        options = Options(
+            payload_bytes=max(settings.worker.max_message_bytes, fm_frame.MIN_PAYLOAD_BYTES),
+            bound_bytes=self.max_backlog_bytes,
+        )
+        self.sessions = FmSessions(loop, self.service, settings.session_key, settings.quota, options)
         self._handover = PacketSocket(handover, loop, self._handed_over, self._handover_closed)
         self._control = PacketSocket(control, loop, self._ordered, self._finish)
         self._report(WorkerReady(driver.statistics().driver))
@@ -147,22 +157,26 @@ class Worker:
         connection.flow.detach(detached)
 
     def upgrade(self, connection: HttpConnection, request: Request) -> None:
-        is_echo = request.path == "/echo"
         try:
-            headers = accept_response_headers(request, () if is_echo else (infer.SUBPROTOCOL,))
+            headers = accept_response_headers(request, _SUBPROTOCOLS.get(request.path, ()))
         except HandshakeRefused as exc:
             connection.refuse_upgrade(exc)
             return
         rest = connection.http.switch_protocols(headers)
         flow = connection.flow
         flow.send(connection.http.data_to_send())
-        kind = EchoConnection if is_echo else InferConnection
-        web_socket = kind(self, flow, self._settings.worker.max_message_bytes)
+        web_socket = self._web_socket(request.path, flow)
         flow.endpoint = web_socket
         del self._connections[connection]
         self._connections[web_socket] = None
         if rest:
             web_socket.data_received(rest)
+
+    def _web_socket(self, path: str, flow: Flow) -> WebSocketConnection:
+        if path == "/v2/stream":
+            return FmConnection(self, flow)
+        kind = EchoConnection if path == "/echo" else InferConnection
+        return kind(self, flow, self._settings.worker.max_message_bytes)
 
     def forget(self, connection: Connection) -> None:
         if connection not in self._connections:
@@ -200,7 +214,8 @@ class Worker:
                 connection.tick()
         self._tell_limiter()
         idle_s = now - self._idle_since_s
-        if not self._connections and not self._idle_told and idle_s >= self._settings.worker.idle_timeout_s:
+        is_idle = not self._connections and not len(self.sessions)
+        if is_idle and not self._idle_told and idle_s >= self._settings.worker.idle_timeout_s:
             self._idle_told = True
             self._report(WorkerIdle())
         if not self.finished.done():
@@ -275,6 +290,7 @@ class Worker:
             self.service.engine.connect(fds.pop())
         elif isinstance(order, QuotaChanged):
             self.service.quota_changed(order.quota)
+            self.sessions.quota_changed(order.quota)
         elif isinstance(order, Query):
             self._tell_limiter()
             self._report(
@@ -290,6 +306,7 @@ class Worker:
 
     def _drain(self, deadline_s: float) -> None:
         self.service.draining = True
+        self.sessions.tell_all("draining")
         self._loop.call_later(deadline_s, self._end_streams)
         self._leave()
 
@@ -317,6 +334,7 @@ class Worker:
         """Leave: tell what was used, and close everything."""
         for connection in list(self._connections):
             connection.flow.abort()
+        self.sessions.close()
         self._tell_limiter()
         self.service.close()
         self.service.engine.close()

@@ -94,10 +94,15 @@ def parse(data: bytes | str) -> InferRequest | Cancel | Rejected:
         stream_id = envelope.id
         if envelope.cancel is not UNSET:
             return Cancel(envelope.cancel)
-        request = decode(_request, data)
-        _check(request)
+        return read(data)
     except ApiError as error:
         return Rejected(stream_id, error)
+
+
+def read(data: bytes | str) -> InferRequest:
+    """Return the request in a JSON object. Raises ApiError."""
+    request = decode(_request, data)
+    _check(request)
     return request
 
 

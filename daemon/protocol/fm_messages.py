@@ -129,12 +129,16 @@ class Tokens(msgspec.Struct, frozen=True, gc=False):
 
 
 class End(_Body, frozen=True):
-    """The last of a stream that was served; `slo` holds figures such as `first_token_ms`."""
+    """The last of a stream that was served; `slo` holds figures such as `first_token_ms`.
+
+    `retry_after_ms` comes where a quota has ended it.
+    """
 
     stream: StreamNumber
     finish_reason: Name
     usage: dict[str, int] = {}
     slo: dict[str, float] = {}
+    retry_after_ms: Milliseconds | None = None
 
 
 class Error(_Body, frozen=True):

@@ -28,6 +28,7 @@ SETTINGS = links.WorkerSettings(
     worker=WorkerConfig(),
     http=HttpConfig(),
     log_level="info",
+    session_key=bytes(range(32)),
     engine=EngineChanged("ready", "", MODEL),
     limiter=SNAPSHOT,
     test_echo=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from seedance.daemon.secret import cache_salt, load_secret
+from seedance.daemon.secret import cache_salt, load_secret, session_key
 
 
 def test_a_secret_is_made_once_and_is_private(tmp_path: Path) -> None:
@@ -21,3 +21,10 @@ def test_salts_differ_by_tenant_and_by_secret() -> None:
     salts = {cache_salt(secret, tenant) for secret in (b"a" * 32, b"b" * 32) for tenant in ("acme", "globex")}
     assert len(salts) == 4
     assert cache_salt(b"a" * 32, "acme") in salts
+
+
+def test_keys_of_sessions_differ_by_tenant_and_by_secret_and_are_no_salts() -> None:
+    keys = {session_key(secret, tenant) for secret in (b"a" * 32, b"b" * 32) for tenant in ("acme", "globex")}
+    assert len(keys) == 4
+    assert session_key(b"a" * 32, "acme") in keys
+    assert bytes.fromhex(cache_salt(b"a" * 32, "acme")) not in keys

@@ -69,7 +69,12 @@ class Sides:
 
     def worker_settings(self, quota: Quota, limiter: LimiterSnapshot | None) -> links.WorkerSettings:
         return links.WorkerSettings(
-            quota=quota, worker=WorkerConfig(), http=HttpConfig(), log_level="info", limiter=limiter
+            quota=quota,
+            worker=WorkerConfig(),
+            http=HttpConfig(),
+            log_level="info",
+            session_key=b"key",
+            limiter=limiter,
         )
 
     def last(self, who: str) -> tuple[Any, list[int]]:

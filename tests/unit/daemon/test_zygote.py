@@ -76,7 +76,7 @@ def zygote() -> Iterator[Zygote]:
 
 def _spawn(number: int, tenant: str = "acme") -> links.Spawn:
     settings = links.WorkerSettings(
-        quota=Quota(tenant=tenant), worker=WorkerConfig(), http=HttpConfig(), log_level="info"
+        quota=Quota(tenant=tenant), worker=WorkerConfig(), http=HttpConfig(), log_level="info", session_key=b"key"
     )
     return links.Spawn(number, settings)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 from typing import Any
 
@@ -10,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seedance.daemon import tokenizer
-from seedance.daemon.doors import infer, parameters
+from seedance.daemon.doors import fm, infer, parameters
 from seedance.daemon.doors.errors import ApiError, openai_error_body
 from seedance.daemon.doors.openai_request import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from seedance.daemon.protocol.fm_messages import Infer
 
 FIELDS = sorted({*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, "id", "cancel"})
 JSON = st.recursive(
@@ -71,3 +73,32 @@ def test_any_bytes(body: bytes) -> None:
 @given(BODIES)
 def test_any_json(body: Any) -> None:
     served(json.dumps(body).encode())
+
+
+MSGPACK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=4)
+    | st.binary(max_size=4)
+    | st.datetimes(timezones=st.just(datetime.UTC)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.integers() | st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None)
+@given(
+    sampling=st.dictionaries(st.sampled_from([*FIELDS, "sampling", "more"]), MSGPACK | JSON, max_size=5),
+    messages=st.none() | st.lists(st.dictionaries(st.sampled_from(["role", "content", "x"]), MSGPACK), max_size=2),
+    prompt=st.none() | st.text(max_size=4),
+)
+def test_any_frame_is_a_request_or_an_error(
+    sampling: dict[str, Any], messages: list[dict[str, Any]] | None, prompt: str | None
+) -> None:
+    with contextlib.suppress(ApiError):
+        request = fm.parse(Infer(stream=1, model="m", prompt=prompt, messages=messages, sampling=sampling))
+        assert request.streams()
+        assert request.choices() == 1
+        assert (request.prompt, request.model) == (prompt, "m")

@@ -1,0 +1,117 @@
+"""Whatever happens to a client's connections, it gets the text of the engine, once and in order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fm_worker import FmPeer, FmWorker
+
+from seedance.daemon.protocol.fm_messages import Cancel, End, Infer
+from seedance.daemon.protocol.fm_states import State
+from seedance.engine.channel import Abort, SetPaused, Submit
+from seedance.engine.request import FinishReason
+
+BOUND_BYTES = 32 << 10
+MOST_STREAMS = 6
+ACTS = ("ask", "ask", *["step"] * 8, "finish", "cancel", "drop", "lose", "connect", "stall", "stall", "read", "wait")
+
+
+class Engine:
+    """The engine as the host tells it: who runs, who is paused, and the text that each stream was given."""
+
+    def __init__(self, worker: FmWorker) -> None:
+        self.texts: dict[int, str] = defaultdict(str)
+        self.paused: set[int] = set()
+        self.running: list[int] = []
+        self._worker = worker
+        self._count = 0
+
+    def listen(self) -> None:
+        for told in self._worker.heard():
+            if isinstance(told, Submit):
+                self.running.append(told.stream)
+            elif isinstance(told, Abort):
+                self.running = [number for number in self.running if number not in told.streams]
+            elif isinstance(told, SetPaused):
+                change = self.paused.update if told.is_paused else self.paused.difference_update
+                change(told.streams)
+
+    def step(self, size: int, reason: FinishReason | None = None) -> None:
+        """Give each stream that may run some text, all at once; with a reason the last of the first one."""
+        self.listen()
+        self._count += 1
+        text = f"{self._count} " * size
+        numbers = [number for number in self.running if number not in self.paused]
+        if reason is not None:
+            numbers = numbers[:1]
+            self.running = [number for number in self.running if number not in numbers]
+        for number in numbers:
+            self.texts[number] += text
+        if numbers:
+            self._worker.step(text, *numbers, reason=reason)
+
+
+class Life:
+    """One client and what happens to it; requests reach the engine in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.worker = FmWorker(resume_for_s=1e6, bound_bytes=BOUND_BYTES)
+        self.engine = Engine(self.worker)
+        self.peer = FmPeer(self.worker)
+        self.peer.connect()
+        self.streams: list[int] = []
+
+    def act(self, what: str, size: int) -> None:
+        peer, client = self.peer, self.peer.client
+        if what == "ask" and len(self.streams) < MOST_STREAMS:
+            self.streams.append(client.next_stream)
+            client.infer(Infer(stream=client.next_stream, model="m", prompt="Hi"))
+        elif what in ("step", "finish"):
+            self.engine.step(size, FinishReason.STOP if what == "finish" else None)
+        elif what == "cancel" and self.streams:
+            client.cancel(Cancel(stream=self.streams[size % len(self.streams)]))
+        elif what == "lose":
+            client.data_to_send(self.worker.loop.time())  # it was under way
+            peer.drop()
+        elif what == "drop":
+            peer.drop()
+        elif what == "connect":
+            peer.reads = True
+            peer.connect()
+        elif what in ("stall", "read"):
+            peer.reads = what == "read"
+        if client.state is State.CONNECTED:
+            peer.pump(size / 100 if what == "wait" else 0.0)
+        else:
+            self.worker.wait(size / 100)
+
+    def settle(self) -> None:
+        """Have the client come back and take everything."""
+        self.peer.reads = True
+        self.peer.connect()
+        for _ in range(20):
+            self.peer.pump(0.2)
+        self.engine.listen()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(ACTS), st.integers(1, 600)), min_size=30, max_size=60))
+def test_all_text_comes_once_and_in_order(acts: list[tuple[str, int]]) -> None:
+    life = Life()
+    for what, size in acts:
+        life.act(what, size)
+        session = life.peer.session
+        assert session is not None
+        assert session.protocol.held_bytes < BOUND_BYTES
+    life.settle()
+    assert not life.engine.paused & set(life.engine.running), "nobody is behind any more"
+    for _ in life.streams:
+        life.engine.step(1, FinishReason.LENGTH)
+    life.settle()
+    for number, stream in enumerate(life.streams, 1):  # as they are numbered on the channel
+        assert isinstance(life.peer.last(stream), End)
+        assert life.peer.text(stream) == life.engine.texts[number]
+    assert len(life.worker.service.engine) == 0
+    life.worker.close()

@@ -1,0 +1,189 @@
+"""The FM sessions of a worker with the engine, the clients and the time in a test's hands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from support.virtual_time import VirtualTimeLoop
+from support.worker_parts import FakeDriver
+
+from seedance.daemon import tokenizer
+from seedance.daemon.engine_client import EngineClient
+from seedance.daemon.fm_sessions import FmSessions
+from seedance.daemon.fm_streams import FmSession
+from seedance.daemon.protocol.fm_client import ClientSession
+from seedance.daemon.protocol.fm_messages import Accept, End, Error, Hello, Infer, Message, Note, Tokens
+from seedance.daemon.protocol.fm_server import HelloReceived, ServerOpening
+from seedance.daemon.protocol.fm_session import Options
+from seedance.daemon.service import Service
+from seedance.engine.adapter import EngineState
+from seedance.engine.channel import Batch, Delta, EngineChanged, Receiver, ToHost, encode, pack_singles
+from seedance.engine.request import FinishReason, ModelInfo
+from seedance.engine.synthetic_vocabulary import VOCAB_SIZE
+from seedance.qos.limiter import TenantLimiter
+from seedance.qos.quota import MemoryQuota, Quota, SessionQuota
+
+KEY = b"k" * 32
+MODEL = ModelInfo(
+    name="m", tokenizer_dir="", max_model_len=8192, vocab_size=VOCAB_SIZE, eos_token_ids=(1,), created=1, engine="none"
+)
+TOKENIZER = tokenizer.synthetic()
+
+
+class FakeConnection:
+    """A connection that keeps what is sent, and how it was ended."""
+
+    fd = -1
+
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+        self.end_code: int | None = None
+
+    def send_message(self, message: bytes) -> None:
+        assert self.end_code is None
+        self.messages.append(message)
+
+    def end(self, close_code: int) -> None:
+        self.end_code = close_code
+
+    def all_sent(self) -> None:
+        pass
+
+
+class FmWorker:
+    """A worker's part that FM is; what a door needs of its worker, too."""
+
+    def __init__(
+        self, *, resume_for_s: float = 10.0, memory_bytes: int | None = None, bound_bytes: int = 64 << 10
+    ) -> None:
+        self.loop = VirtualTimeLoop()
+        self.driver = FakeDriver()
+        self.quota = Quota(
+            tenant="acme",
+            session=SessionQuota(resume_for_s=resume_for_s),
+            memory=MemoryQuota(max_bytes=memory_bytes),
+        )
+        limiter = TenantLimiter(self.quota)
+        self.service = Service(self.loop, self.quota, limiter)
+        self.service.engine = EngineClient(self.driver, limiter, self.loop.time, lambda change: None, str.encode)
+        self.service.engine.connect(10)
+        self.service.engine_changed(EngineChanged(EngineState.READY, "", MODEL), TOKENIZER, None)
+        self.sessions = FmSessions(self.loop, self.service, KEY, self.quota, Options(bound_bytes=bound_bytes))
+        self.max_backlog_bytes = bound_bytes
+        self.leaving = False
+        self.forgotten: list[object] = []
+        self._receiver: Receiver[ToHost] = Receiver(ToHost)
+
+    def forget(self, connection: object) -> None:
+        self.forgotten.append(connection)
+
+    def wait(self, seconds: float = 0.0) -> None:
+        """Let time pass, one turn of the loop at least."""
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+
+    def heard(self) -> list[ToHost]:
+        """Return what the engine was told since the last call."""
+        flow = self.driver.flows[0]
+        data, flow.sent = bytes(flow.sent), bytearray()
+        return self._receiver.receive_data(data)
+
+    def step(self, text: str, *numbers: int, reason: FinishReason | None = None) -> None:
+        """Be the engine: a token of each stream, or with a reason their last ones."""
+        token_ids = TOKENIZER.encode(text)
+        if reason is None:
+            pairs = [entry for token_id in token_ids for number in numbers for entry in (number, token_id)]
+            batch = Batch([], pack_singles(pairs))
+        else:
+            batch = Batch([Delta(number, token_ids, finish_reason=reason) for number in numbers], pack_singles([]))
+        self.service.engine.data_received(encode(batch))
+
+    def close(self) -> None:
+        self.sessions.close()
+        self.loop.close()
+
+
+class FmPeer:
+    """A client of such a worker, on connections that carry everything at once."""
+
+    def __init__(self, worker: FmWorker, client_id: str = "client") -> None:
+        self.worker = worker
+        self.client = ClientSession(client_id)
+        self.connection = FakeConnection()
+        self.session: FmSession | None = None
+        self.refusal: Error | None = None
+        self.sizes: list[int] = []
+        self.said: list[Message] = []
+        self.reads = True
+
+    def connect(self) -> None:
+        """Connect, with a HELLO."""
+        self.client.receive_eof()
+        self.client.connect(self.worker.loop.time())
+        opening = ServerOpening()
+        for message in self.client.data_to_send(self.worker.loop.time()):
+            opening.receive_data(message)
+        (event,) = opening.events_received()
+        assert isinstance(event, HelloReceived)
+        self.hello(event.hello)
+
+    def hello(self, hello: Hello) -> None:
+        """Ask for a session."""
+        found = self.worker.sessions.find(hello)
+        if isinstance(found, Error):
+            self.refusal = found
+            return
+        self.connection = FakeConnection()
+        self.session = found
+        found.connect(self.connection, hello)
+        self.pump()
+
+    def drop(self) -> None:
+        """Lose the connection, at both ends."""
+        assert self.session is not None
+        self.session.disconnected(self.connection)
+        self.client.receive_eof()
+
+    def ask(self, **fields: object) -> int:
+        """Begin a stream; returns its number."""
+        number = self.client.next_stream
+        self.client.infer(Infer(stream=number, model="", prompt="Hi", sampling=dict(fields)))
+        self.pump()
+        return number
+
+    def pump(self, seconds: float = 0.0) -> None:
+        """Carry messages both ways until nobody has one, after some time."""
+        self.worker.wait(seconds)
+        assert self.session is not None
+        while self.reads:
+            now = self.worker.loop.time()
+            self.client.timer_fired(now)
+            arrived, self.connection.messages = self.connection.messages, []
+            for message in arrived:
+                self.sizes.append(len(message))
+                self.client.receive_data(message, now)
+            self.said += [event for event in self.client.events_received() if isinstance(event, Message)]
+            asked = self.client.data_to_send(now) if self.connection.end_code is None else []
+            for message in asked:
+                self.session.message_received(message)
+            self.worker.wait()
+            if not arrived and not asked and not self.connection.messages:
+                break
+
+    def text(self, stream: int) -> str:
+        """Return the text of a stream so far."""
+        return b"".join(said.data for said in self.said if isinstance(said, Tokens) and said.stream == stream).decode()
+
+    def id(self, stream: int) -> str:
+        """Return the name of a stream."""
+        (id,) = [said.id for said in self.said if isinstance(said, Accept) and said.stream == stream]
+        return id
+
+    def last(self, stream: int) -> End | Error:
+        """Return a stream's last frame."""
+        (last,) = [said for said in self.said if isinstance(said, End | Error) and said.stream == stream]
+        return last
+
+    def notes(self) -> Sequence[str]:
+        """Return the notes about the connection."""
+        return [said.note for said in self.said if isinstance(said, Note) and said.stream == 0]
