@@ -171,6 +171,10 @@ AT_ONCE_S: Final = 0.001
 CLASSES: Final = {"gold": TenantLimits(weight=400), "bronze": TenantLimits(weight=100)}
 
 
+def crowd(count: int, prompt_tokens: int, output_tokens: int) -> Clients:
+    return Clients(count=count, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+
+
 def with_and_without_deadlines(
     greedy: Clients, other: Clients, slots: int, limits: dict[str, TenantLimits] | None = None
 ) -> tuple[Report, Report]:
@@ -178,8 +182,8 @@ def with_and_without_deadlines(
     pressing = msgspec.structs.replace(greedy, deadline_s=AT_ONCE_S)
     first, second = limits or {"greedy": TenantLimits(), "other": TenantLimits()}
     runs = [
-        run_clients({first: crowd, second: other}, 30.0, limits=limits, setting=settings(slots=slots))
-        for crowd in (pressing, greedy)
+        run_clients({first: clients, second: other}, 30.0, limits=limits, setting=settings(slots=slots))
+        for clients in (pressing, greedy)
     ]
     return runs[0], runs[1]
 
@@ -187,8 +191,7 @@ def with_and_without_deadlines(
 @pytest.mark.parametrize("prompt_tokens", [200, 2000])
 @pytest.mark.parametrize("output_tokens", [100, 1000])
 def test_deadlines_take_no_output_from_a_lower_class(prompt_tokens: int, output_tokens: int) -> None:
-    gold = Clients(count=32, prompt_tokens=prompt_tokens, output_tokens=100)
-    bronze = Clients(count=32, prompt_tokens=2000, output_tokens=output_tokens)
+    gold, bronze = crowd(32, prompt_tokens, 100), crowd(32, 2000, output_tokens)
     pressing, plain = with_and_without_deadlines(gold, bronze, 16, CLASSES)
     assert pressing.tenants["bronze"].output_tokens >= 0.95 * plain.tenants["bronze"].output_tokens
     assert pressing.tenants["bronze"].preemptions == pressing.tenants["bronze"].recomputed_tokens == 0
@@ -197,11 +200,11 @@ def test_deadlines_take_no_output_from_a_lower_class(prompt_tokens: int, output_
 @pytest.mark.parametrize(
     ("slots", "flood", "other"),
     [
-        (64, Clients(count=100, prompt_tokens=2000, output_tokens=100), Clients(count=1, output_tokens=20)),
-        (64, Clients(count=100, prompt_tokens=2000, output_tokens=100), Clients(count=8, prompt_tokens=1000)),
-        (16, Clients(count=32, prompt_tokens=2000, output_tokens=100), Clients(count=6, prompt_tokens=1000)),
-        (16, Clients(count=32, prompt_tokens=500, output_tokens=100), Clients(count=9, prompt_tokens=500)),
-        (64, Clients(count=100, prompt_tokens=1000, output_tokens=100), Clients(count=100, prompt_tokens=1000)),
+        (64, crowd(100, 2000, 100), crowd(1, 200, 20)),
+        (64, crowd(100, 2000, 100), crowd(8, 1000, 50)),
+        (16, crowd(32, 2000, 100), crowd(6, 1000, 50)),
+        (16, crowd(32, 500, 100), crowd(9, 500, 100)),
+        (64, crowd(100, 1000, 100), crowd(100, 1000, 100)),
     ],
     ids=["light", "light at times", "waits at times", "waits mostly", "a flood too"],
 )
