@@ -23,7 +23,7 @@ _LATE_S: Final = 0.25
 
 
 class _Step(msgspec.Struct):
-    """A step that has been scheduled: decodes and the sum of their contexts by tenant, prompts read by tenant."""
+    """A step that has been scheduled: decodes and the sum of their contexts by tenant, prompts read by who pays."""
 
     begun_s: float
     load: StepLoad
@@ -60,7 +60,7 @@ class Accounts:
                 roster.admit(request, cached.get(key, 0), now_s)
                 readers.append(request)
             else:
-                request.tenant.put_back(request)
+                roster.put_back(request)
         step = _Step(begun_s, StepLoad(), [], {})
         self._steps.append(step)
         spent: list[Tenant] = []
@@ -128,9 +128,7 @@ class Accounts:
 
     def _count_read(self, step: _Step, request: Request, tokens: int, now_s: float) -> bool:
         tenant = request.tenant
-        part = step.reads.setdefault(tenant, StepLoad())
-        for load in (part, step.load):
-            load.add_prefill(tokens, request.computed)
+        _divide_read(step, request, tokens)
         billed = max(request.computed, request.billed_tokens)
         output_tokens = int(self._roster.prompt_read(request, tokens))
         tenant.prompt_tokens += tokens
@@ -138,6 +136,20 @@ class Accounts:
         tenant.last_scheduled = self.scheduled_steps
         new_tokens = max(0, request.computed - billed) + output_tokens
         return tenant.is_metered and _spend(tenant, new_tokens, output_tokens, now_s)
+
+
+def _divide_read(step: _Step, request: Request, tokens: int) -> None:
+    """Charge a read to the request's tenant, or what is read anew for somebody else's sake to that one."""
+    computed = request.computed
+    step.load.add_prefill(tokens, computed)
+    payer = request.payer
+    anew = 0 if payer is None else max(0, min(tokens, request.billed_tokens - computed))
+    if payer is not None and anew:
+        step.reads.setdefault(payer, StepLoad()).add_prefill(anew, computed)
+    if anew < tokens:
+        own = step.reads.setdefault(request.tenant, StepLoad())
+        own.add_prefill(tokens - anew, computed + anew)
+        own.requests -= bool(anew)  # it is one request in the step
 
 
 def _spend(tenant: Tenant, tokens: int, output_tokens: int, now_s: float) -> bool:

@@ -7,7 +7,9 @@ engine already when one of them begins to wait (running requests are not cut sho
 and what the planner advances urgent and light requests by.
 
 A tenant that begins to wait is lifted to the smallest counter of those who wait, or, where nobody does, to that of who
-last stopped waiting: to be idle, held or without KV blocks saves nothing up.
+last stopped waiting: to be idle, held or without KV blocks saves nothing up. What it was behind the smallest one when
+it stopped waiting it may be behind again: else whoever is advanced, for deadlines say, would be so anew each time that
+another begins to wait, and could take as much as it likes from those who wait now and then.
 
 `Usage` is a second, short memory: what part of the engine a tenant has had lately.
 """
@@ -25,6 +27,7 @@ class Counted(Protocol):
     """What is kept in a tenant."""
 
     virtual_s: float
+    claim_s: float
     inverse_weight: float
     usage: float
 
@@ -43,10 +46,10 @@ class VirtualCounters(Generic[T]):
         """Let a tenant wait, lifted; nothing happens when it does already."""
         if tenant in self.waiting:
             return
-        floor_s = min((other.virtual_s for other in self.waiting), default=None)
+        floor_s = self._floor_s()
         if floor_s is None:
             floor_s = self._last.virtual_s if self._last is not None else 0.0
-        tenant.virtual_s = max(tenant.virtual_s, floor_s)
+        tenant.virtual_s = max(tenant.virtual_s, floor_s - tenant.claim_s)
         self.waiting[tenant] = None
 
     def leave(self, tenant: T) -> None:
@@ -54,6 +57,11 @@ class VirtualCounters(Generic[T]):
         if tenant in self.waiting:
             del self.waiting[tenant]
             self._last = tenant
+            floor_s = self._floor_s()
+            tenant.claim_s = 0.0 if floor_s is None else max(0.0, floor_s - tenant.virtual_s)
+
+    def _floor_s(self) -> float | None:
+        return min((tenant.virtual_s for tenant in self.waiting), default=None)
 
 
 class Usage:

@@ -12,7 +12,9 @@ virtual counters, request by request, until the step is full:
   reading, after `patience_s`.
 
 A turn may be advanced, by a bounded part of a second of engine time: for urgent requests, for a light tenant, and for a
-request whose client is far away or on a jittery line.
+request whose client is far away or on a jittery line. A request is urgent when it has a priority, or when its deadline
+is near. More than a turn goes with a priority alone: the slots that are kept for light tenants, the slots of others,
+and that no admission window is waited for. So nobody gets more out of the engine by its deadlines.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from seedance.engine.states import Key, Request, Tenant
 
 
 class Plan:
-    """What is read in one step: tokens by request in order, who of them is new, and who makes room for them."""
+    """What is read in one step: tokens by request in order, who of them is new, and who makes room at whose cost."""
 
     def __init__(self) -> None:
         self.prefill: dict[Key, int] = {}
         self.admit: list[Request] = []
-        self.preempt: list[Request] = []
+        self.preempt: dict[Request, Tenant | None] = {}
 
 
 class Planner:
@@ -73,15 +75,11 @@ class Planner:
         mixed_s = self._cost.prices.mixed_s
         return self._window.opens_s(waiting, len(roster.decoders), mixed_s, is_reading=is_reading, now_s=now_s)
 
-    def is_urgent(self, request: Request, now_s: float) -> bool:
-        """Return whether a waiting request is urgent: by priority, or because its deadline is near."""
-        if request.priority > 0:
-            return True
-        if request.deadline_s is None:
-            return False
+    def urgent_s(self, prompt_tokens: int, deadline_s: float) -> float:
+        """Return when a request becomes urgent for its deadline: two steps and twice its reading before that."""
         load = StepLoad()
-        load.add_prefill(request.target, 0)
-        return request.deadline_s - now_s < 2 * (self._cost.predict_s(load) + self._settings.step_target_s)
+        load.add_prefill(prompt_tokens, 0)
+        return deadline_s - 2 * (self._cost.predict_s(load) + self._settings.step_target_s)
 
 
 class _Round:
@@ -165,19 +163,22 @@ class _Round:
         ):
             return waiting
         light = [tenant for tenant in waiting if self._is_light(tenant)] if self._slots > 0 else []
-        urgent = [tenant for tenant in waiting if self._is_urgent(tenant.head())] if self._roster.pressing else []
-        return dict.fromkeys(light + urgent)
+        pressing = [tenant for tenant in waiting if self._has_priority(tenant)] if self._roster.pressing else []
+        return dict.fromkeys(light + pressing)
 
-    def _is_urgent(self, head: Request | None) -> bool:
-        return head is not None and head.may_be_urgent and self._planner.is_urgent(head, self._now_s)
+    def _has_priority(self, tenant: Tenant) -> bool:
+        head = tenant.queue.head(self._now_s)
+        return head is not None and head.priority > 0
 
     def _turn_s(self, tenant: Tenant) -> float:
         advance_s = self._settings.light_advance_s if self._is_light(tenant) else 0.0
-        head = tenant.head() if tenant.queued and not tenant.is_held else None
+        head = tenant.queue.head(self._now_s) if tenant.queued and not tenant.is_held else None
         if head is not None:
             advance_s += head.advance_s
-            if self._is_urgent(head):
+            if head.priority > 0:
                 advance_s += self._settings.urgent_advance_s
+            elif head.is_near(self._now_s):
+                advance_s += self._settings.deadline_advance_s
         return tenant.virtual_s - advance_s * tenant.inverse_weight
 
     def _is_light(self, tenant: Tenant) -> bool:
@@ -194,8 +195,8 @@ class _Round:
     def _newcomer(self, tenant: Tenant) -> Request | None:
         if tenant not in self._roster.counters.waiting:
             return None
-        request = tenant.head()
-        if self._is_urgent(request):
+        request = tenant.queue.head(self._now_s)
+        if request is None or request.priority > 0:
             return request
         if self._take <= 0 or (0 < self._slots <= self._kept and not self._is_light(tenant)):
             return None
@@ -233,30 +234,31 @@ class _Round:
         own = [other for other in self._plan.admit if other.tenant is tenant]
         if tenant.slots is not None and len(tenant.running) + len(own) >= tenant.slots:
             return False
-        is_urgent = self._is_urgent(request)
-        kept = 0 if is_urgent or self._is_light(tenant) else self._kept
-        if self._slots <= kept and not self._make_slot(request, is_urgent=is_urgent):
+        kept = 0 if request.priority > 0 or self._is_light(tenant) else self._kept
+        if self._slots <= kept and not self._make_slot(request):
             return False
         if not self._reserve_blocks(tenant, request, own):
             return False
-        tenant.take()
+        tenant.queue.take(request)
         self._slots -= 1
         self._take -= 1
         self._plan.admit.append(request)
         return True
 
-    def _make_slot(self, request: Request, *, is_urgent: bool) -> bool:
+    def _make_slot(self, request: Request) -> bool:
         if self._plan.preempt:
             return False
         victim = victim_for_admission(self._roster, self._now_s) if self._slots <= 0 else None
-        if victim is None and is_urgent:
+        payer = None
+        if victim is None and request.priority > 0:
             victim = victim_for_slot(self._roster.running(), request)
+            payer = request.tenant
         if victim is not None:
-            self._preempt(victim)
+            self._preempt(victim, payer)
         return victim is not None
 
-    def _preempt(self, victim: Request) -> None:
-        self._plan.preempt.append(victim)
+    def _preempt(self, victim: Request, payer: Tenant | None = None) -> None:
+        self._plan.preempt[victim] = payer
         self._plan.prefill.pop(victim.key, None)
         self._slots += 1
         self._kv_free_blocks += self._roster.blocks(victim.position)

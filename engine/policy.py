@@ -13,7 +13,8 @@ ended; they end in the order in which they began. When nothing can be done, `wak
 What holds:
 
 * A tenant with a hard share or a token rate is left out of the steps while it has no credit (see `bucket`), even when
-  the engine has nothing else to do. Others are never left out. A hard share is one of the slots too: else requests of
+  the engine has nothing else to do. Others are never left out. What is read anew where it took a slot by its priority
+  comes off its credit, whenever that is. A hard share is one of the slots too: else requests of
   a tenant that is mostly held would in time have them all.
 * Whose requests are admitted and read next follows virtual counters (see `fairness` and `planner`).
 * No request is preempted more than `states.MAX_PREEMPTIONS` times (see `preemption`).
@@ -130,7 +131,8 @@ class Policy:
     ) -> None:
         """Take a new request; a tenant that nobody has set has no limits.
 
-        `priority` counts where it is above its tenant's. `deadline_s` is when its first token should be out. Raises
+        `priority` counts where it is above its tenant's. `deadline_s` is when its first token should be out; as it
+        comes near, the request goes before its tenant's others, and its tenant's turn is advanced a bit. Raises
         EngineError when the whole of it does not fit into the KV blocks that there are, or its prompt not into those
         that its tenant may have.
         """
@@ -138,11 +140,11 @@ class Policy:
         self._check_length(tenant, prompt_tokens, max_tokens)
         request = Request(key, tenant, prompt_tokens, max_tokens, now_s)
         request.priority = max(priority, tenant.priority)
-        request.deadline_s = deadline_s
         request.advance_s = self._advance_s(prompt_tokens + max_tokens, rtt_s, rtt_variance_s)
         request.order_s = now_s - request.advance_s - self._settings.priority_s * request.priority
         if deadline_s is not None:
-            request.order_s = max(now_s - self._settings.priority_s, min(request.order_s, deadline_s - 1.0))
+            request.urgent_s = self._planner.urgent_s(prompt_tokens, deadline_s)
+            request.order_s = min(request.order_s, max(now_s - self._settings.priority_s, deadline_s - 1.0))
         self._recent.pop(tenant, None)
         if tenant.is_held and not tenant.has_work:
             tenant.held_since_s = now_s
@@ -195,8 +197,8 @@ class Policy:
         kv_free_blocks = make_room(roster, step, kv_free_blocks, now_s)
         slots_free += len(step.preempt)
         plan = self._planner.plan(now_s, kv_free_blocks, slots_free, is_shared=self._is_shared(now_s))
-        for victim in plan.preempt:
-            preempt(roster, victim, step)
+        for victim, payer in plan.preempt.items():
+            preempt(roster, victim, step, payer)
         self._newcomers = {request.key: request for request in plan.admit}
         if roster.hold:
             for key, is_left_out in roster.hold.items():

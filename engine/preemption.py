@@ -4,9 +4,12 @@ A preempted request loses its KV and is read anew later, so it is the last resor
 `states.MAX_PREEMPTIONS` times: a request that has been preempted as often is admitted only when its whole length fits,
 and those blocks are kept free for it.
 
+A slot is taken for a request with a priority only, which its operator has set; a deadline takes nothing from anybody.
+What the victim must read anew is charged to the tenant that took its slot.
+
 Blocks that lie idle go first: those of a request that was paused for `IDLE_S`, which marks them, and has stayed
 paused for `RECLAIM_S` more. Then come tenants over their KV share, then low classes, then the latest arrivals, who have
-the least to lose.
+the least to lose; what moves a request in its own tenant's queue does not count there.
 """
 
 from __future__ import annotations
@@ -35,9 +38,10 @@ def is_over_share(tenant: Tenant) -> bool:
 def victim_for_blocks(requests: Iterable[Request], now_s: float) -> Request | None:
     """Choose the running request that gives its KV blocks to others; None when none may be asked."""
 
-    def rank(request: Request) -> tuple[bool, bool, float, float]:
+    def rank(request: Request) -> tuple[bool, bool, float, int, float]:
         tenant = request.tenant
-        return is_reclaimable(request, now_s), is_over_share(tenant), -tenant.weight, request.order_s
+        is_idle = is_reclaimable(request, now_s)
+        return is_idle, is_over_share(tenant), -tenant.weight, -request.priority, request.queued_s
 
     return max((request for request in requests if not request.is_protected), key=rank, default=None)
 
@@ -49,7 +53,7 @@ def victim_for_admission(roster: Roster, now_s: float) -> Request | None:
 
 
 def victim_for_slot(requests: Iterable[Request], urgent: Request) -> Request | None:
-    """Choose the running request that gives its slot to an urgent one; None when none may be asked.
+    """Choose the running request that gives its slot to one with a priority; None when none may be asked.
 
     It is of a lower class, by priority or else by weight, or of the same tenant and of lower priority. Of the lowest
     class there, the one asked least often before, with the least to read anew.
@@ -63,7 +67,7 @@ def victim_for_slot(requests: Iterable[Request], urgent: Request) -> Request | N
         return _class(request.tenant) < _class(urgent.tenant)
 
     def rank(request: Request) -> tuple[tuple[int, float], int, int, float]:
-        return _class(request.tenant), request.preemptions, request.position, -request.order_s
+        return _class(request.tenant), request.preemptions, request.position, -request.queued_s
 
     return min((request for request in requests if yields(request)), key=rank, default=None)
 
@@ -72,10 +76,10 @@ def _class(tenant: Tenant) -> tuple[int, float]:
     return tenant.priority, tenant.weight
 
 
-def preempt(roster: Roster, victim: Request, step: Step) -> int:
-    """Preempt a request before a step; returns how many KV blocks that frees."""
+def preempt(roster: Roster, victim: Request, step: Step, payer: Tenant | None = None) -> int:
+    """Preempt a request before a step, at the cost of `payer`; returns how many KV blocks that frees."""
     blocks = roster.blocks(victim.position)
-    roster.preempt(victim)
+    roster.preempt(victim, payer)
     step.preempt.append(victim.key)
     return blocks
 

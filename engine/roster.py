@@ -13,7 +13,7 @@ Nothing here decides. Everything is O(1) or proportional to the requests that ch
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections.abc import Iterable, Iterator
 
 from seedance.engine.fairness import VirtualCounters
@@ -27,7 +27,7 @@ class Roster:
     requests that must not be preempted, `idle` those that are paused, longest first. `counters.waiting` has the
     tenants of which a request may be admitted: not held, and somebody waits. `hold` collects, until it is emptied,
     which running requests are to be left out of the steps (True) or taken in again (False). `active` tenants have work,
-    of `active_weight` together; `pressing` waiting requests may be urgent.
+    of `active_weight` together; `pressing` waiting requests have a priority.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -60,15 +60,19 @@ class Roster:
         self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:
-        """Let a waiting request stand in its tenant's queue, at the place of its `order_s`."""
+        """Let a waiting request stand in its tenant's queue."""
         tenant = request.tenant
-        self._ticket += 1
-        request.ticket = self._ticket
-        heapq.heappush(tenant.queue, (request.order_s, self._ticket, request))
+        self.put_back(request)
         tenant.queued += 1
-        self.pressing += request.may_be_urgent
+        self.pressing += request.priority > 0
         if not tenant.is_held:
             self.counters.enter(tenant)
+
+    def put_back(self, request: Request) -> None:
+        """Return a waiting request that was taken out of its queue, and did not get a slot, to its place there."""
+        self._ticket += 1
+        request.ticket = self._ticket
+        request.tenant.queue.push(request)
 
     def admit(self, request: Request, cached_tokens: int, now_s: float) -> None:
         """Give a waiting request a slot; `cached_tokens` of it are in the prefix cache."""
@@ -103,15 +107,20 @@ class Roster:
             self._join(request)
         return True
 
-    def preempt(self, request: Request) -> None:
-        """Take the slot and the KV blocks from a running request: it waits again and will be read anew."""
+    def preempt(self, request: Request, payer: Tenant | None = None) -> None:
+        """Take the slot and the KV blocks from a running request: it waits again and will be read anew.
+
+        `payer` is charged for that; None for its own tenant.
+        """
         tenant = request.tenant
         computed = request.position
         billed = computed
         if request.phase is Phase.DECODE:
             # The last token came out, and was not yet read.
             billed = request.target = computed + 1
+            request.urgent_s = math.inf
         request.billed_tokens = max(request.billed_tokens, billed)
+        request.payer = payer
         self._leave(request)
         request.phase = Phase.WAITING
         request.computed = 0
@@ -223,7 +232,7 @@ class Roster:
         tenant = request.tenant
         request.ticket = 0
         tenant.queued -= 1
-        self.pressing -= request.may_be_urgent
+        self.pressing -= request.priority > 0
         if not tenant.queued:
             self.counters.leave(tenant)
 

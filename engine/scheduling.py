@@ -19,8 +19,10 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     A hard share saves up `burst_s` x share of engine time, and a token rate `burst_s` of tokens; debt is bounded by
     what `max_hold_s` pays back. `shared_for_s` is how long a tenant that has left still counts as being there;
     `usage_window_s` is the memory for what tenants use. `reserved_slots` are kept for light tenants while there is more
-    than one tenant; None is one of 32. Advances are in seconds of engine time; `priority_s` is how much earlier,
-    for each step of its priority, a request counts as submitted among its own tenant's.
+    than one tenant; None is one of 32. Advances are in seconds of engine time: `urgent_advance_s` goes with a priority,
+    `deadline_advance_s` with a deadline that is near, `max_advance_s` with a far client or a short request.
+    `priority_s` is how much earlier, for each step of its priority, a request counts as submitted among its own
+    tenant's.
     """
 
     slots: int
@@ -39,6 +41,7 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     reserved_slots: int | None = None
     light_advance_s: float = 0.05
     urgent_advance_s: float = 1.0
+    deadline_advance_s: float = 0.05
     max_advance_s: float = 0.1
     priority_s: float = 10.0
     window: WindowSettings = WindowSettings()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-import heapq
+import math
 from typing import Any, Final, TypeAlias
 
 from seedance.engine.bucket import Bucket
 from seedance.engine.decode_group import DecodeGroup
+from seedance.engine.tenant_queue import TenantQueue
 
 # Anything hashable. Not `Hashable`: the key type of a mapping is invariant, and nobody could pass a dict[str, int].
 Key: TypeAlias = Any
@@ -26,16 +27,18 @@ class Phase(enum.Enum):
 class Request:
     """One request; `order_s` is when it was submitted less what its urgency is worth.
 
+    With a deadline for its first token it is urgent from `urgent_s` on, until that token is out; without one, never.
+
     `computed` counts the tokens whose KV exists (for a member of its tenant's decode group see `DecodeGroup`). `target`
     is how many there must be before the next token comes out. `reserved_tokens` have KV blocks promised to them;
-    `billed_tokens` have been charged to limits on tokens, and are not when they are read once more.
+    `billed_tokens` have been charged to limits on tokens, and are not when they are read once more. `payer` is charged
+    for the engine's time of that: who took its slot, where somebody did.
     """
 
     __slots__ = (
         "advance_s",
         "billed_tokens",
         "computed",
-        "deadline_s",
         "is_left_out",
         "is_paused",
         "joined",
@@ -43,6 +46,7 @@ class Request:
         "max_tokens",
         "order_s",
         "paused_s",
+        "payer",
         "phase",
         "preemptions",
         "priority",
@@ -52,6 +56,7 @@ class Request:
         "target",
         "tenant",
         "ticket",
+        "urgent_s",
     )
 
     def __init__(self, key: Key, tenant: Tenant, prompt_tokens: int, max_tokens: int, now_s: float) -> None:
@@ -60,7 +65,7 @@ class Request:
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
         self.priority = 0
-        self.deadline_s: float | None = None
+        self.urgent_s = math.inf
         self.advance_s = 0.0
         self.order_s = now_s
         self.queued_s = now_s
@@ -71,6 +76,7 @@ class Request:
         self.target = prompt_tokens
         self.reserved_tokens = prompt_tokens
         self.billed_tokens = 0
+        self.payer: Tenant | None = None
         self.preemptions = 0
         self.is_paused = False
         self.paused_s = 0.0
@@ -89,9 +95,13 @@ class Request:
         return self.preemptions >= MAX_PREEMPTIONS
 
     @property
-    def may_be_urgent(self) -> bool:
-        """Whether it has a priority or a deadline."""
-        return self.priority > 0 or self.deadline_s is not None
+    def has_deadline(self) -> bool:
+        """Whether its first token is wanted by some time, and is not out yet."""
+        return self.urgent_s < math.inf
+
+    def is_near(self, now_s: float) -> bool:
+        """Return whether its deadline is near, or has passed."""
+        return self.urgent_s <= now_s
 
     @property
     def unread(self) -> int:
@@ -103,14 +113,15 @@ class Tenant:
     """One tenant: its limits, its requests by state, and what it has used.
 
     `is_metered` says that there is a pace or a budget for its tokens, `is_exhausted` that the budget is used up.
-    `virtual_s` is its counter of fair service, in engine seconds per weight. `running` has the requests with a slot,
-    `prefilling` those of them whose prompt is being read, in order of admission, `protected` those that must not be
-    preempted any more.
+    `virtual_s` is its counter of fair service, in engine seconds per weight, `claim_s` how far it was behind the others
+    when it waited last. `running` has the requests with a slot, `prefilling` those of them whose prompt is being read,
+    in order of admission, `protected` those that must not be preempted any more.
     """
 
     __slots__ = (
         "blocks",
         "cached_tokens",
+        "claim_s",
         "credit",
         "group",
         "held_s",
@@ -158,7 +169,7 @@ class Tenant:
         self.slots: int | None = None
         self.tokens_left: int | None = None
         self.group = DecodeGroup(block_tokens)
-        self.queue: list[tuple[float, int, Request]] = []
+        self.queue = TenantQueue()
         self.queued = 0
         self.paused_waiting = 0
         self.running: dict[Key, Request] = {}
@@ -172,6 +183,7 @@ class Tenant:
         self.held_since_s = 0.0
         self.last_scheduled = 0
         self.virtual_s = 0.0
+        self.claim_s = 0.0
         self.usage = 0.0
         self.step_s = 0.0
         self.prompt_tokens = 0
@@ -189,19 +201,3 @@ class Tenant:
     def has_work(self) -> bool:
         """Whether it has any request at all."""
         return bool(self.queued or self.running or self.paused_waiting)
-
-    def head(self) -> Request | None:
-        """Return the waiting request whose turn is first, of those not taken."""
-        queue = self.queue
-        # A request that left otherwise than by its turn leaves its entry behind.
-        while queue and queue[0][1] != queue[0][2].ticket:
-            heapq.heappop(queue)
-        return queue[0][2] if queue else None
-
-    def take(self) -> None:
-        """Take the head out of turn, to be admitted or put back within this step."""
-        heapq.heappop(self.queue)
-
-    def put_back(self, request: Request) -> None:
-        """Return a request that was taken to its place."""
-        heapq.heappush(self.queue, (request.order_s, request.ticket, request))

@@ -77,6 +77,8 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.policy = Policy(self.settings, self.now_s, CostModel(PRICES))
         self.streams: dict[int, Stream] = {}
+        self.rows: dict[int, int] = {}
+        self.paid_s: dict[int, float] = {}
         self.keys = 0
         self.in_flight: deque[tuple[dict[int, int], float]] = deque()
         self.limits: dict[int, TenantLimits] = {}
@@ -97,6 +99,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.limits[tenant] = limit
         self.policy.set_tenant(tenant, limit, self.now_s)
         self.accounts.pop(tenant, None)
+        self.paid_s.pop(tenant, None)
         self.paces.pop(tenant, None)
         if limit.tokens_per_s is not None:
             self.paces[tenant] = Account(limit.tokens_per_s, self.now_s)
@@ -143,6 +146,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert -(-(prompt_tokens + 1) // BLOCK_TOKENS) > int(KV_BLOCKS * kv_share)
             return
         self.streams[self.keys] = stream
+        self.rows[self.keys] = tenant
 
     @precondition(lambda self: self.streams)
     @rule(data=st.data())
@@ -277,8 +281,9 @@ class EngineMachine(RuleBasedStateMachine):
         before = {row: entry.step_s for row, entry in self.policy.statistics(self.now_s).items()}
         self.policy.step_ended(self.now_s)
         after = self.policy.statistics(self.now_s)
+        served = {self.rows[key] for key in scheduled}
         for row, entry in after.items():
-            self.check_share(row, entry.step_s - before[row])
+            self.check_share(row, entry.step_s - before[row], is_served=row in served)
         for key in scheduled:
             stream = self.streams.get(key)
             if stream is not None and stream.in_flight > 0:
@@ -287,14 +292,17 @@ class EngineMachine(RuleBasedStateMachine):
                 if stream.left <= 0:
                     self.forget(key)
 
-    def check_share(self, row: int, charge_s: float) -> None:
+    def check_share(self, row: int, charge_s: float, *, is_served: bool) -> None:
         self.largest_s = max(self.largest_s, charge_s)
         account = self.accounts.get(row)
         if account is not None:
             ahead_s = account.charge(charge_s, self.now_s)
             burst_s = self.settings.burst_s * account.rate
+            if not is_served:
+                # Somebody reads anew whose slot it took; that comes when it comes, and is owed.
+                self.paid_s[row] = self.paid_s.get(row, 0.0) + charge_s
             # Beside the burst there may be what two overlapping steps cost.
-            assert ahead_s <= burst_s + 2 * self.largest_s + 1e-9
+            assert ahead_s <= burst_s + 2 * self.largest_s + self.paid_s.get(row, 0.0) + 1e-9
 
     def forget(self, key: int) -> None:
         del self.streams[key]
@@ -317,7 +325,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert tenant.queued + tenant.paused_waiting == sum(not stream.is_running for stream in own)
             assert len(tenant.running) == sum(stream.is_running for stream in own)
             if tenant.kv_blocks is not None and self.limits[row].kv_share is not None and not self.in_flight:
-                waiting = [r for _, ticket, r in tenant.queue if ticket == r.ticket]
+                waiting = [r for _, ticket, r in tenant.queue._by_order._entries if ticket == r.ticket]
                 assert len(waiting) == tenant.queued
 
     @invariant()

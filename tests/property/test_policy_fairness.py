@@ -93,7 +93,7 @@ class Watch:
         assert self.simulation is not None
         now_s = self.simulation.now_s
         for tenant in self.roster.tenants.values():
-            head = tenant.head()
+            head = tenant.queue.head(now_s)
             if head is None:
                 self.heads.pop(tenant, None)
             elif self.heads.get(tenant, (None,))[0] != head.key:

@@ -25,9 +25,16 @@ class Clients(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     prompt_tokens: int = 200
     output_tokens: int = 200
+    deadline_s: float | None = None
 
     def arrival(self, tenant: str, at_s: float) -> Arrival:
-        return Arrival(at_s=at_s, tenant=tenant, prompt_tokens=self.prompt_tokens, output_tokens=self.output_tokens)
+        return Arrival(
+            at_s=at_s,
+            tenant=tenant,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            deadline_s=self.deadline_s,
+        )
 
 
 def settings(slots: int = 64, kv_blocks: int = 100_000, **more: object) -> PolicySettings:

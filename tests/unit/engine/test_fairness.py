@@ -10,6 +10,7 @@ pytestmark = pytest.mark.unit
 class Counted:
     def __init__(self, virtual_s: float = 0.0) -> None:
         self.virtual_s = virtual_s
+        self.claim_s = 0.0
         self.inverse_weight = 1.0
         self.usage = 0.0
 
@@ -30,6 +31,23 @@ def test_where_nobody_waits_it_is_lifted_to_who_did_last() -> None:
     first.virtual_s = 7.0  # its running requests go on
     counters.enter(second)
     assert second.virtual_s == 7.0
+
+
+def test_what_it_was_behind_when_it_stopped_waiting_it_may_be_behind_again() -> None:
+    counters: VirtualCounters[Counted] = VirtualCounters()
+    ahead, behind = Counted(5.0), Counted(5.0)
+    counters.enter(ahead)
+    counters.enter(behind)
+    ahead.virtual_s = 5.5  # it was advanced
+    counters.leave(behind)
+    ahead.virtual_s = 9.0
+    counters.enter(behind)
+    assert behind.virtual_s == 8.5
+    behind.virtual_s = 9.5
+    counters.leave(behind)
+    ahead.virtual_s = 20.0
+    counters.enter(behind)
+    assert behind.virtual_s == 20.0, "it was not behind, and saves nothing up"
 
 
 def test_who_is_ahead_is_not_set_back_and_who_waits_is_not_lifted_again() -> None:

@@ -296,20 +296,126 @@ def test_a_class_of_higher_priority_takes_a_slot(low: TenantLimits, high: Tenant
     assert engine.step()[0].preempt == [], "nobody yields to a lower class"
 
 
-def test_a_near_deadline_takes_a_slot_of_a_lower_class_and_of_no_other() -> None:
+def test_a_deadline_takes_nobodys_slot() -> None:
     engine = Engine(slots=2)
-    for row, weight in ((1, 1.0), (2, 4.0), (3, 4.0)):
-        engine.policy.set_tenant(row, TenantLimits(weight=weight), 0.0)
-    engine.submit("low", 1)
-    engine.submit("equal", 2)
+    engine.policy.set_tenant(1, TenantLimits(weight=1.0), 0.0)
+    engine.policy.set_tenant(2, TenantLimits(weight=4.0), 0.0)
+    full(engine, 1, 2)
+    engine.submit("late", 2, deadline_s=engine.now_s)
+    for _ in range(20):
+        step, _ = engine.step()
+        assert (step.preempt, step.admit) == ([], [])
+    engine.finish("1.0")
+    assert engine.step()[0].admit == ["late"]
+
+
+@pytest.mark.parametrize("deadline_ms", [None, 1])
+def test_deadlines_do_not_touch_the_slots_kept_for_light_tenants(deadline_ms: int | None) -> None:
+    engine = Engine(slots=256, reserved_slots=8)
+    engine.submit("other", 2)
+    for number in range(60):
+        engine.submit(f"early {number}", 1)
+    for _ in range(200):
+        engine.step()  # the flood is not light any more
+    engine.finish("other")
+    for number in range(300):
+        deadline_s = None if deadline_ms is None else engine.now_s + deadline_ms / 1000
+        engine.submit(str(number), 1, deadline_s=deadline_s)
+    for _ in range(60):
+        engine.step()
+    assert len(engine.running) == 248
+    engine.submit("light", 2, deadline_s=engine.now_s)
+    assert engine.step()[0].admit == ["light"]
+
+
+def test_a_deadline_counts_behind_the_tenants_own_queue() -> None:
+    engine = Engine(slots=1)
+    for number in range(200):
+        engine.submit(str(number), 1)
+    taken: dict[str, float] = {}
+    while len(taken) < 201:
+        if engine.now_s >= 1.0 and "soon" not in engine.lengths:
+            engine.submit("soon", 1, deadline_s=engine.now_s + 3.0)
+        for key in engine.step()[0].admit:
+            taken[key] = engine.now_s
+        engine.now_s += 0.04
+        engine.finish(list(taken)[-1])
+    # As the deadline comes near, it is next; before that it goes before nobody.
+    assert 3.5 < taken["soon"] <= 4.0
+    assert [key for key in taken if key != "soon"] == [str(number) for number in range(200)]
+
+
+@pytest.mark.parametrize("priority", [0, 1, 2, 3])
+def test_no_deadline_makes_a_request_later(priority: int) -> None:
+    engine = Engine(slots=1)
+    engine.policy.set_tenant(1, TenantLimits(priority=priority), 0.0)
+    engine.now_s = 99.0
+    engine.submit("running", 1)
     engine.step()
-    engine.submit("at leisure", 3, deadline_s=engine.now_s + 60.0)
-    assert engine.step()[0].preempt == []
-    engine.submit("soon", 3, deadline_s=engine.now_s + 0.05)
-    step, _ = engine.step()
-    assert (step.preempt, step.admit) == (["low"], ["soon"])
-    engine.submit("sooner", 3, deadline_s=engine.now_s)
-    assert engine.step()[0].preempt == []
+    engine.now_s = 100.0
+    engine.submit("wanted", 1, deadline_s=engine.now_s + 0.1)
+    engine.now_s = 115.0
+    engine.submit("plain", 1)
+    engine.finish("running")
+    assert engine.step()[0].admit == ["wanted"]
+
+
+def test_a_priority_with_a_deadline_stands_where_it_does_without() -> None:
+    policy = Policy(settings(slots=1), 0.0, CostModel(PRICES))
+    for priority in range(4):
+        for deadline_s in (None, 100.0, 100.1, 101.5, 200.0):
+            policy.submitted((priority, deadline_s), 1, 10, 10, 100.0, priority=priority, deadline_s=deadline_s)
+    requests = policy._roster.requests
+    for (priority, _), request in requests.items():
+        assert request.order_s <= requests[priority, None].order_s
+        assert request.order_s >= requests[priority, None].order_s - 1.0
+
+
+def test_what_a_victim_reads_anew_is_charged_to_who_took_its_slot() -> None:
+    charged = []
+    for priority in (1, 0):
+        engine = Engine(slots=1)
+        engine.policy.set_tenant(2, TenantLimits(priority=priority), 0.0)
+        engine.submit("low", 1, 500)
+        engine.step()
+        engine.submit("urgent", 2)
+        engine.step()
+        if not priority:
+            engine.policy.preempted("low")
+            engine.running.pop("low")
+            engine.lengths["low"] = 502
+            engine.step()
+        engine.finish("urgent")
+        before = engine.policy.statistics(engine.now_s)
+        while engine.running.get("low", 0) < engine.lengths["low"]:
+            _, scheduled = engine.step()
+            assert "low" in scheduled
+        after = engine.policy.statistics(engine.now_s)
+        charged.append([after[row].step_s - before[row].step_s for row in (1, 2)])
+        assert after[1].recomputed_tokens >= 500
+    assert charged[0][0] == 0.0
+    assert charged[0][1] == pytest.approx(charged[1][0])
+    assert charged[1][1] == 0.0
+
+
+def test_what_had_not_been_read_is_the_victims_own() -> None:
+    engine = Engine(slots=1, step_tokens=100)
+    engine.policy.set_tenant(2, TenantLimits(priority=1), 0.0)
+    engine.submit("low", 1, 250)
+    engine.step()
+    engine.submit("urgent", 2)
+    assert engine.step()[0].preempt == ["low"]
+    engine.lengths["low"] = 250
+    engine.finish("urgent")
+    before = engine.policy.statistics(engine.now_s)
+    charged = []
+    for _ in range(3):
+        engine.step()
+        after = engine.policy.statistics(engine.now_s)
+        charged.append([after[row].step_s - before[row].step_s for row in (1, 2)])
+        before = after
+    assert [[own_s > 0, other_s > 0] for own_s, other_s in charged] == [[False, True], [True, False], [True, False]]
+    assert sum(map(sum, charged)) == pytest.approx(0.03)
 
 
 def test_a_change_of_priority_counts_for_what_comes_later() -> None:

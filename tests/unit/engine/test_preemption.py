@@ -52,6 +52,13 @@ def test_blocks_are_taken_from_the_latest_of_the_lowest_class() -> None:
     assert cast.for_blocks() == "new"
 
 
+def test_to_go_first_in_its_own_queue_saves_nobodys_blocks() -> None:
+    cast = Cast()
+    cast.run("old", cast.tenant(100))
+    cast.run("new, and wanted soon", cast.tenant(100)).order_s = 0.0
+    assert cast.for_blocks() == "new, and wanted soon"
+
+
 def test_blocks_are_rather_taken_from_who_is_over_its_share() -> None:
     cast = Cast()
     low, high = cast.tenant(100), cast.tenant(400)

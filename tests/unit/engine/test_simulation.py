@@ -167,6 +167,66 @@ def test_an_urgent_request_of_a_lower_class_takes_no_slot() -> None:
     assert report.tenants["high"].preemptions == 0
 
 
+AT_ONCE_S: Final = 0.001
+CLASSES: Final = {"gold": TenantLimits(weight=400), "bronze": TenantLimits(weight=100)}
+
+
+def crowd(count: int, prompt_tokens: int, output_tokens: int) -> Clients:
+    return Clients(count=count, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+
+
+def with_and_without_deadlines(
+    greedy: Clients, other: Clients, slots: int, limits: dict[str, TenantLimits] | None = None
+) -> tuple[Report, Report]:
+    """Return 30 s of two tenants, where the first puts deadlines on all its requests, and where it does not."""
+    pressing = msgspec.structs.replace(greedy, deadline_s=AT_ONCE_S)
+    first, second = limits or {"greedy": TenantLimits(), "other": TenantLimits()}
+    runs = [
+        run_clients({first: clients, second: other}, 30.0, limits=limits, setting=settings(slots=slots))
+        for clients in (pressing, greedy)
+    ]
+    return runs[0], runs[1]
+
+
+@pytest.mark.parametrize("prompt_tokens", [200, 2000])
+@pytest.mark.parametrize("output_tokens", [100, 1000])
+def test_deadlines_take_no_output_from_a_lower_class(prompt_tokens: int, output_tokens: int) -> None:
+    gold, bronze = crowd(32, prompt_tokens, 100), crowd(32, 2000, output_tokens)
+    pressing, plain = with_and_without_deadlines(gold, bronze, 16, CLASSES)
+    assert pressing.tenants["bronze"].output_tokens >= 0.95 * plain.tenants["bronze"].output_tokens
+    assert pressing.tenants["bronze"].preemptions == pressing.tenants["bronze"].recomputed_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("slots", "flood", "other"),
+    [
+        (64, crowd(100, 2000, 100), crowd(1, 200, 20)),
+        (64, crowd(100, 2000, 100), crowd(8, 1000, 50)),
+        (16, crowd(32, 2000, 100), crowd(6, 1000, 50)),
+        (16, crowd(32, 500, 100), crowd(9, 500, 100)),
+        (64, crowd(100, 1000, 100), crowd(100, 1000, 100)),
+    ],
+    ids=["light", "light at times", "waits at times", "waits mostly", "a flood too"],
+)
+def test_deadlines_take_no_output_from_an_equal_tenant(slots: int, flood: Clients, other: Clients) -> None:
+    pressing, plain = with_and_without_deadlines(flood, other, slots)
+    assert pressing.tenants["other"].output_tokens >= 0.95 * plain.tenants["other"].output_tokens
+
+
+@pytest.mark.parametrize("output_tokens", [300, 1000])
+def test_what_is_read_anew_is_charged_to_the_class_that_took_the_slot(output_tokens: int) -> None:
+    many = steadily("low", 0.001, 0.5, 2000, output_tokens)
+    now = steadily("now", 0.3, 30.0, 200, 20, from_s=1.0)
+    costs_s = []
+    for priority in (1, 0):
+        limits = {"low": TenantLimits(weight=100), "now": TenantLimits(weight=400, priority=priority)}
+        report = run(merged(many, now), limits=limits, setting=settings(slots=4), until_s=30.0)
+        low = report.tenants["low"]
+        assert (low.preemptions > 20) == (priority > 0)
+        costs_s.append(low.step_s / low.output_tokens)
+    assert costs_s[0] == pytest.approx(costs_s[1], rel=0.05)
+
+
 def ramp() -> list[Arrival]:
     arrivals: list[Arrival] = []
     at_s = 0.0
