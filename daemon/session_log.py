@@ -103,7 +103,9 @@ class SessionLog(Generic[T]):
     def find(self, token: str, client_id: str, now: float) -> Kept[T] | Absent:
         """Return what a client may go on with."""
         name = token.partition(".")[0]
-        if not hmac.compare_digest(token.encode(errors="replace"), self._token(name, client_id).encode()):
+        if not hmac.compare_digest(
+            token.encode(errors="replace"), self._token(name, client_id).encode(errors="replace")
+        ):
             return Absent("not_found")
         return self._look_up(name, now, "gone")
 
@@ -141,6 +143,8 @@ class SessionLog(Generic[T]):
 
     def next_expiry(self) -> float:
         """Return when `expire` has something to do, NEVER while nobody is away; bytes are to be looked at besides."""
+        if self._lost:
+            return 0.0
         first = self._first_left()
         return NEVER if first is None else self._expiry(first)
 

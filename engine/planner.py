@@ -206,8 +206,9 @@ class _Round:
         """Return how many tokens of a request this step reads; 0 for none."""
         unread = request.unread
         limit_s = self._wide_s
-        may_insist = not self._plan.prefill
-        if self._light_load.requests and not self._is_light(tenant):
+        is_urgent = request.priority > 0
+        may_insist = is_urgent or not self._plan.prefill
+        if self._light_load.requests and not is_urgent and not self._is_light(tenant):
             limit_s = min(limit_s, self._settings.protected_slowdown * self._cost.predict_s(self._light_load))
             may_insist &= self._is_impatient
         least = min(unread, self._settings.min_chunk_tokens)

@@ -33,7 +33,7 @@ from seedance.daemon.protocol.fm_messages import (
     encode_payload,
 )
 from seedance.daemon.protocol.fm_sender import Backpressure
-from seedance.daemon.protocol.fm_session import UNNUMBERED_FROM_BOTH, Failed, Options, Session
+from seedance.daemon.protocol.fm_session import TEXT_CHARACTERS, UNNUMBERED_FROM_BOTH, Failed, Options, Session
 from seedance.daemon.protocol.fm_states import State, Trigger
 from seedance.daemon.protocol.frame import CloseCode
 from seedance.errors import LocalProtocolError, RemoteProtocolError
@@ -236,13 +236,11 @@ class ServerSession(Session):
 
     def end_stream(self, end: End) -> Backpressure:
         """Send the last of a stream."""
-        self._forget(end.stream)
-        return self._send(end.stream, end, beyond_bound=True)
+        return self._send_last(end.stream, end)
 
     def fail_stream(self, error: Error) -> Backpressure:
-        """Send the last of a stream that cannot be served."""
-        self._forget(error.stream)
-        return self._send(error.stream, error, beyond_bound=True)
+        """Send the last of a stream that cannot be served; a long text is cut."""
+        return self._send_last(error.stream, msgspec.structs.replace(error, message=error.message[:TEXT_CHARACTERS]))
 
     def note(self, note: Note) -> Backpressure:
         """Tell what is going on with a stream, or with stream 0: all of them."""
@@ -263,9 +261,11 @@ class ServerSession(Session):
         except KeyError:
             raise LocalProtocolError(f"cannot send for stream {stream}, which does not run") from None
 
-    def _forget(self, stream: int) -> None:
+    def _send_last(self, stream: int, message: End | Error) -> Backpressure:
         self._prefix(stream)
+        backpressure = self._send(stream, message, beyond_bound=True)
         del self._streams[stream]
+        return backpressure
 
     # What the client sent.
 

@@ -36,7 +36,7 @@ from seedance.daemon.protocol.frame import CloseCode
 from seedance.errors import LocalProtocolError, RemoteProtocolError
 
 _MAX_BACKOFF: Final = 64
-_TEXT_CHARACTERS: Final = 512
+TEXT_CHARACTERS: Final = 512
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -338,7 +338,7 @@ class Session:
 
     def _fail(self, code: str, message: str, close_code: int = CloseCode.PROTOCOL_ERROR, **also: Any) -> None:
         """End the connection with an ERROR, and with nothing else that was still to be said."""
-        message = message[:_TEXT_CHARACTERS]
+        message = message[:TEXT_CHARACTERS]
         self._end_connection(self._trigger(code), close_code)
         self._control = [frame(0, encode_payload(Error(stream=0, code=code, message=message, **also)))]
         self._events.append(Failed(code, close_code, message))

@@ -86,6 +86,16 @@ def test_what_was_left_is_kept_for_its_time() -> None:
     assert kept_log.find_by_name(kept.name, 111.0) == Absent("gone", 7)
 
 
+def test_what_was_found_to_be_too_old_is_to_be_let_go_of_at_once() -> None:
+    kept_log = log()
+    kept = add(kept_log)
+    kept_log.left(kept, 0.0)
+    assert isinstance(kept_log.find(kept.token, "client", 1e6), Absent)
+    assert kept_log.next_expiry() <= 1e6
+    assert kept_log.expire(1e6) == [kept]
+    assert kept_log.next_expiry() == NEVER
+
+
 def test_who_returns_stays() -> None:
     kept_log = log()
     kept = add(kept_log)

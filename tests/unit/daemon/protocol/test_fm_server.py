@@ -217,6 +217,17 @@ def test_what_comes_for_a_stream_that_is_over_is_passed_over() -> None:
     assert not session.should_close
 
 
+def test_a_long_error_is_cut_and_ends_its_stream_alone() -> None:
+    pair = Pair()
+    pair.client.infer(Infer(stream=1, model="m", prompt="p"))
+    pair.pump()
+    pair.client_events.clear()
+    pair.server.fail_stream(Error(stream=1, code="internal", message=5_000 * "m"))
+    pair.pump()
+    assert pair.client_events == [Error(stream=1, code="internal", message=512 * "m")]
+    assert not pair.client.should_close
+
+
 def test_nothing_is_sent_for_a_stream_that_does_not_run() -> None:
     session = connected()
     acts: list[Callable[[], object]] = [
