@@ -52,12 +52,12 @@ class VirtualCounters(Generic[T]):
         tenant.virtual_s = max(tenant.virtual_s, floor_s - tenant.claim_s)
         self.waiting[tenant] = None
 
-    def leave(self, tenant: T) -> None:
-        """Take out a tenant that waits no longer; nothing happens when it does not."""
+    def leave(self, tenant: T, *, is_held: bool = False) -> None:
+        """Take out a tenant that waits no longer; nothing happens when it does not. A held one has no claim."""
         if tenant in self.waiting:
             del self.waiting[tenant]
             self._last = tenant
-            floor_s = self._floor_s()
+            floor_s = None if is_held else self._floor_s()
             tenant.claim_s = 0.0 if floor_s is None else max(0.0, floor_s - tenant.virtual_s)
 
     def _floor_s(self) -> float | None:

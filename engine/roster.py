@@ -183,7 +183,7 @@ class Roster:
     def hold_tenant(self, tenant: Tenant) -> None:
         """Leave a tenant out of the steps."""
         tenant.is_held = True
-        self.counters.leave(tenant)
+        self.counters.leave(tenant, is_held=True)
         self.decoding.pop(tenant, None)
         for key, request in tenant.running.items():
             self.decoders.pop(key, None)

@@ -84,3 +84,15 @@ def test_usage_survives_years_of_silence() -> None:
     assert usage.fraction(tenant) < 1e-9
     tenant.usage = usage.set_time(1e9 + 1, [tenant])
     assert usage.fraction(tenant) == pytest.approx(0.5, rel=0.01)
+
+
+def test_who_was_held_claims_nothing() -> None:
+    counters: VirtualCounters[Counted] = VirtualCounters()
+    held, other = Counted(), Counted()
+    counters.enter(held)
+    counters.enter(other)
+    other.virtual_s = 5.0
+    counters.leave(held, is_held=True)
+    other.virtual_s = 9.0
+    counters.enter(held)
+    assert held.virtual_s == 9.0
