@@ -6,13 +6,13 @@ in one read, and everything that the step makes us send leaves with the enter th
 
 from __future__ import annotations
 
-import array
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from seedance.daemon.decoder_table import Entry
 from seedance.daemon.doors.errors import ApiError
+from seedance.daemon.plain_streams import PlainStreams, Sends
 from seedance.daemon.ring.driver import Driver, Flow
 from seedance.daemon.start_queue import StartQueue
 from seedance.daemon.stream import Stream
@@ -63,14 +63,9 @@ class EngineClient:
         self._number = 0
         self._unstarted: dict[int, Stream] = {}
         self._queue = StartQueue()
-        self._plain_frame = plain_frame
         self._texts: Sequence[Entry] = ()
-        # Of the streams with a bypass: descriptors of those that are plain now, by number; streams and how many tokens
-        # went past their sinks, by descriptor; and the frames, by token id.
-        self._fds: dict[int, int] = {}
-        self._bypassed: dict[int, Stream] = {}
-        self._counts = array.array("Q")
-        self._frames: dict[int, bytes] = {}
+        self._plain_streams = PlainStreams(plain_frame)
+        self._bypassed: dict[int, Stream] = {}  # by descriptor
         self._flow: Flow | None = None
         self._receiver: Receiver[ToWorker] = Receiver(ToWorker)
 
@@ -81,7 +76,7 @@ class EngineClient:
         """Take the vocabulary's entries: most tokens are a text by themselves."""
         if self._texts is not entries:
             self._texts = entries
-            self._frames = {}
+            self._plain_streams.use_vocabulary(len(entries))
 
     def connect(self, fd: int) -> None:
         """Use a fresh channel from now on; the last one's streams are lost."""
@@ -104,7 +99,7 @@ class EngineClient:
         self, stream: Stream, prompt_token_ids: list[int], sampling: Sampling, urgency: Urgency = NOT_URGENT
     ) -> None:
         """Begin a stream, which has its place in the limiter already; its prompt has been charged."""
-        self._number = (self._number + 1) % 2**32
+        self._number = self._number % (2**32 - 1) + 1
         stream.number = self._number
         self._streams[stream.number] = self._unstarted[stream.number] = stream
         self._send(Submit(stream.number, prompt_token_ids, sampling, urgency))
@@ -114,20 +109,14 @@ class EngineClient:
 
         `fell_behind` is told how many bytes wait there. No other stream may have the same flow for this.
         """
-        if self._streams.get(stream.number) is not stream:
-            return
-        stream.bypass_fd, stream.fell_behind = fd, fell_behind
-        self._bypassed[fd] = stream
-        self._counts.extend([0] * (fd + 1 - len(self._counts)))
-        self._choose_way(stream)
+        if self._streams.get(stream.number) is stream and self._plain_streams.add(stream.number, fd):
+            stream.bypass_fd, stream.fell_behind = fd, fell_behind
+            self._bypassed[fd] = stream
+            self._choose_way(stream)
 
     def _choose_way(self, stream: Stream) -> None:
-        if stream.bypass_fd < 0:
-            return
-        if stream.plain:
-            self._fds[stream.number] = stream.bypass_fd
-        else:
-            self._fds.pop(stream.number, None)
+        if stream.bypass_fd >= 0:
+            self._plain_streams.set_plain(stream.number, stream.plain)
 
     def abort(self, streams: Iterable[Stream]) -> None:
         """End streams without another call on their sinks; those that have ended already are passed over."""
@@ -163,12 +152,9 @@ class EngineClient:
         if self._streams.pop(stream.number, None) is None:
             return False
         self._unstarted.pop(stream.number, None)
-        fd = stream.bypass_fd
-        if fd >= 0:
-            self._fds.pop(stream.number, None)
-            del self._bypassed[fd]
-            stream.output_tokens += self._counts[fd]
-            self._counts[fd] = 0
+        if stream.bypass_fd >= 0:
+            del self._bypassed[stream.bypass_fd]
+            stream.output_tokens += self._plain_streams.remove(stream.number)
         self._limiter.stream_ended()
         return True
 
@@ -215,23 +201,15 @@ class EngineClient:
     # -- streams ------------------------------------------------------------------------------------------------------
 
     def _step_completed(self, batch: Batch) -> None:  # noqa: C901 - calls would cost more than what they would hide
-        # Each token of each stream passes through this loop. It touches as few objects as it can: with a thousand
-        # streams none of them is in the processor's cache any more when its turn comes.
-        find, texts, counts = self._streams.get, self._texts, self._counts
-        find_fd, find_frame = self._fds.get, self._frames.get
-        last = len(texts) - 1
-        fds: list[int] = []
-        frames: list[bytes] = []
+        # Each token of each stream passes through here; with many streams nearly all of them go past their sinks.
+        sends, others = self._plain_streams.take(batch)
         tokens = 0
-        for number, token_id in batch.pairs():
-            fd = find_fd(number)
-            if fd is not None:
-                frame = find_frame(token_id)
-                if frame is not None:
-                    counts[fd] += 1
-                    fds.append(fd)
-                    frames.append(frame)
-                    continue
+        if sends is not None:
+            tokens = len(sends.fds)
+            self._send_past_sinks(sends)
+        find, texts = self._streams.get, self._texts
+        last = len(texts) - 1
+        for number, token_id in others:
             stream = find(number)
             if stream is None:
                 continue  # aborted when this was under way
@@ -240,14 +218,12 @@ class EngineClient:
             if stream.plain and token_id <= last:
                 text = texts[token_id]
                 if isinstance(text, str):
-                    if text and fd is not None:
-                        self._frames[token_id] = self._plain_frame(text)
+                    if text and stream.bypass_fd >= 0:
+                        self._plain_streams.learn(token_id, text)
                     if text:
                         stream.sink.text_arrived(text)
                     continue
             self._advance(stream, Delta(number, [token_id]))
-        tokens += len(fds)
-        self._send_past_sinks(fds, frames)
         for delta in batch.deltas:
             stream = find(delta.stream)
             if stream is None:
@@ -292,8 +268,8 @@ class EngineClient:
                 count -= len(delta.token_ids)
         return Batch(batch.deltas, pack_singles(singles))
 
-    def _send_past_sinks(self, fds: list[int], frames: list[bytes]) -> None:
-        for fd, waiting_bytes in self._driver.send_each(fds, frames):
+    def _send_past_sinks(self, sends: Sends) -> None:
+        for fd, waiting_bytes in self._driver.send_each(*sends):
             if (stream := self._bypassed.get(fd)) is not None:
                 stream.fell_behind(waiting_bytes)
 

@@ -4,7 +4,7 @@ A fork takes milliseconds where a fresh Python would take a third of a second, a
 Facts that shape this file:
 
 * Only the forking thread lives on in the child, so this process must never have another: no event loop, no ring, and
-  a tokenizer that is told before its import to start no thread pool. It is asserted before each fork.
+  a tokenizer and a numpy that are told before their import to start no thread pool. It is asserted before each fork.
 * A reference count is a write, and a write copies the page. `gc.freeze` keeps at least the collector from touching
   what was imported; it is called again after each preload.
 * The pidfd of a child becomes readable when the child ends, so one poll waits for everything.
@@ -160,8 +160,8 @@ def _be_worker(run_worker: Run, settings: WorkerSettings, fds: list[int]) -> Non
 def main() -> None:
     """Run the zygote on the link that the supervisor left."""
     begin("zygote", sys.argv[1:])
-    # Read when the module is imported; its thread pool would not survive a fork.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # Read when the modules are imported; their thread pools would not survive a fork.
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
     worker = importlib.import_module("seedance.daemon.worker")
     cache = importlib.import_module("seedance.daemon.tokenizer_cache")
     Zygote(socket.socket(fileno=LINK_FD), worker.run, cache.tokenizer_in).serve()

@@ -8,10 +8,12 @@ waits, so that the answers to everything that one wake-up brought leave with a s
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
+
+from seedance.daemon.ring.frame_store import StoredFrames
 
 
 class Endpoint(Protocol):
@@ -102,10 +104,11 @@ class Driver(Protocol):
     def open(self, fd: int, endpoint: Endpoint) -> Flow:
         """Take over a connected stream socket and start reading; the flow owns the descriptor from here."""
 
-    def send_each(self, fds: Sequence[int], frames: Sequence[bytes]) -> list[tuple[int, int]]:
+    def send_each(self, fds: memoryview, frames: StoredFrames) -> list[tuple[int, int]]:
         """Do as `Flow.send` for many flows, none of them twice: each gets the frame that stands where its `fd` does.
 
-        Returns `fd` and waiting bytes of those that do not keep up.
+        `fds` are unsigned 32-bit numbers. The frames go to the kernel from where they lie. Returns `fd` and waiting
+        bytes of those that do not keep up.
         """
 
     def flush(self) -> None:

@@ -10,11 +10,12 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from seedance.daemon.ring.driver import DriverStatistics, Endpoint
 from seedance.daemon.ring.flow import TURN_BYTES
+from seedance.daemon.ring.frame_store import StoredFrames
 
 _READ_BYTES: Final = 64 << 10
 _LINGER_S: Final = 2.0
@@ -270,8 +271,8 @@ class EpollDriver:
         self._flows[fd] = flow
         return flow
 
-    def send_each(self, fds: Sequence[int], frames: Sequence[bytes]) -> list[tuple[int, int]]:
-        sent = [(fd, self._flows[fd].send(frame)) for fd, frame in zip(fds, frames, strict=True) if fd in self._flows]
+    def send_each(self, fds: memoryview, frames: StoredFrames) -> list[tuple[int, int]]:
+        sent = [(fd, self._flows[fd].send(frame)) for fd, frame in frames.to(fds) if fd in self._flows]
         return [(fd, waiting_bytes) for fd, waiting_bytes in sent if waiting_bytes]
 
     def flush(self) -> None:

@@ -16,12 +16,13 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from seedance.daemon.ring import abi, send_queue
 from seedance.daemon.ring.driver import DriverStatistics, Endpoint
 from seedance.daemon.ring.flow import CLOSED, CLOSING, DETACHING, ENDING, LINGERING, OPEN, RingFlow, borrowed
+from seedance.daemon.ring.frame_store import StoredFrames
 from seedance.daemon.ring.operations import (
     KIND_ACCEPT,
     KIND_CANCEL,
@@ -97,7 +98,7 @@ class RingDriver:
         self.arm_receive(flow)
         return flow
 
-    def send_each(self, fds: Sequence[int], frames: Sequence[bytes]) -> list[tuple[int, int]]:
+    def send_each(self, fds: memoryview, frames: StoredFrames) -> list[tuple[int, int]]:
         return self._queue.send_each(fds, frames)
 
     def flush(self) -> None:

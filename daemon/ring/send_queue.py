@@ -4,8 +4,9 @@ A batch is up to 256 frames, joined into one pool buffer, and one SQE each. MSG_
 send inside the enter, MSG_WAITALL makes a short send post its count instead of passing for a full one, CQE_SKIP_SUCCESS
 makes a full send post nothing (never without WAITALL: a short send would be lost silently; `check` tries it at start).
 So the common case costs no completion, and its buffer is free when the enter returns. The last batch of a turn is left
-for the enter that waits: one system call a turn. What goes to many flows at once (`send_each`) becomes SQEs at once,
-and touches no flow: with thousands of them each is long out of the processor's cache when its turn comes.
+for the enter that waits: one system call a turn. What goes to many flows at once (`send_each`) lies in a frame store
+already: it becomes SQEs at once, and neither a flow nor a byte of a frame is touched for that, which with thousands of
+flows would all be out of the processor's cache.
 
 A flow whose socket did not take everything falls behind: the rest is its backlog, everything later is appended to that,
 and it is sent piece by piece as the socket polls writable, until it is empty. One send at most is in flight on a
@@ -15,16 +16,18 @@ socket, because the kernel keeps no order between two.
 from __future__ import annotations
 
 import array
+import ctypes
 import errno
 import itertools
 import os
 import select
 import socket
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
 from seedance.daemon.ring import abi
 from seedance.daemon.ring.flow import CLOSED, ENDING, OPEN, RingFlow
+from seedance.daemon.ring.frame_store import FrameStore, StoredFrames
 from seedance.daemon.ring.operations import KIND_SEND, KIND_SHIFT, KIND_WRITABLE, TAG_MASK
 from seedance.daemon.ring.pool import Buffer, BufferPool
 from seedance.daemon.ring.uring import Uring
@@ -39,6 +42,15 @@ _QUADS: Final = abi.SQE_BYTES // 8
 _WORDS: Final = abi.SQE_BYTES // 4
 
 
+class _Batch(NamedTuple):
+    """What is in flight: a send for each descriptor; `memory` is what it is sent from."""
+
+    fds: memoryview
+    addresses: memoryview
+    lengths: memoryview
+    memory: Buffer | FrameStore
+
+
 class SendQueue:
     """The flows with something to send, and the batch in flight.
 
@@ -48,16 +60,14 @@ class SendQueue:
 
     __slots__ = (
         "_addresses",
+        "_batch",
         "_behind",
-        "_buffer",
         "_caught_up",
         "_descriptors",
         "_dirty",
-        "_fds",
         "_flows",
         "_lengths",
         "_ring",
-        "_sizes",
         "_sqes",
         "failed",
         "hindered",
@@ -71,10 +81,8 @@ class SendQueue:
         self._caught_up = caught_up
         self._flows: list[RingFlow | None] = []  # by descriptor
         self._dirty: list[RingFlow] = []
-        self._fds: Sequence[int] = ()
-        self._sizes: list[int] = []
         self._behind: list[RingFlow] = []  # flows that are working off a backlog and not waiting for their socket
-        self._buffer: Buffer | None = None
+        self._batch: _Batch | None = None
         # The SQEs of a batch; from one to the next only these columns of them change.
         self._sqes = memoryview(bytearray().join(send_sqe(KIND_SEND << KIND_SHIFT | at) for at in range(BATCH_SENDS)))
         words = self._sqes.cast("I")
@@ -95,7 +103,7 @@ class SendQueue:
     @property
     def in_flight(self) -> bool:
         """Whether SQEs of a batch may still name descriptors."""
-        return self._buffer is not None
+        return self._batch is not None
 
     def add(self, flow: RingFlow) -> None:
         """Take a new flow."""
@@ -107,27 +115,22 @@ class SendQueue:
         self._flows[flow.number] = None
         self.hindered.discard(flow.number)
 
-    def send_each(self, fds: Sequence[int], frames: Sequence[bytes]) -> list[tuple[int, int]]:
+    def send_each(self, fds: memoryview, frames: StoredFrames) -> list[tuple[int, int]]:
         """See `driver.Driver`."""
-        if self._buffer is not None:
+        if self._batch is not None:
             self.finish()
         left: list[tuple[int, int]] = []
         hindered = self.hindered
         if self._dirty:
             hindered = hindered | {flow.number for flow in self._dirty}
         if hindered and not hindered.isdisjoint(fds):
-            free = [fd not in hindered for fd in fds]
-            left = [(fd, self._send(fd, frame)) for fd, frame in zip(fds, frames, strict=True) if fd in hindered]
-            fds, frames = list(itertools.compress(fds, free)), list(itertools.compress(frames, free))
+            left = [(fd, self._send(fd, frame)) for fd, frame in frames.to(fds) if fd in hindered]
+            fds, frames = frames.without(fds, hindered)
         for at in range(0, len(fds), BATCH_SENDS):
-            batch = fds[at : at + BATCH_SENDS], frames[at : at + BATCH_SENDS]
-            data = b"".join(batch[1])
-            if len(data) <= BATCH_BYTES:
-                if self._buffer is not None:
-                    self.finish()
-                self._push(*batch, data)
-            else:
-                left += [(fd, self._send(fd, frame)) for fd, frame in zip(*batch, strict=True)]
+            if self._batch is not None:
+                self.finish()
+            end = at + BATCH_SENDS
+            self._push(fds[at:end], frames.addresses[at:end], frames.lengths[at:end], frames.store)
         return [(fd, waiting_bytes) for fd, waiting_bytes in left if waiting_bytes]
 
     def _send(self, fd: int, frame: bytes) -> int:
@@ -142,7 +145,7 @@ class SendQueue:
         """
         dirty = self._dirty
         while dirty:
-            if self._buffer is not None:
+            if self._batch is not None:
                 self.finish()
             flows = dirty[:BATCH_SENDS]
             del dirty[:BATCH_SENDS]
@@ -170,22 +173,24 @@ class SendQueue:
         if len(data) > BATCH_BYTES:
             frames = self._cut(batch, frames)
             data = b"".join(frames)
-        self._push([flow.number for flow in batch], frames, data)
-
-    def _push(self, fds: Sequence[int], frames: Sequence[bytes], data: bytes) -> None:
-        """Write the SQEs of a batch; `data` is the frames, joined."""
         buffer = self.pool.lend()
-        assert buffer is not None and self._buffer is None  # one batch at a time is in flight
+        assert buffer is not None  # one batch at a time is in flight
         buffer.fill(data)
+        self.pool.give_to_kernel(buffer, len(batch))
+        lengths = list(map(len, frames))
+        addresses = array.array("Q", itertools.accumulate(lengths[:-1], initial=buffer.address))
+        fds = array.array("I", [flow.number for flow in batch])
+        self._push(memoryview(fds), memoryview(addresses), memoryview(array.array("I", lengths)), buffer)
+
+    def _push(self, fds: memoryview, addresses: memoryview, lengths: memoryview, memory: Buffer | FrameStore) -> None:
+        """Write the SQEs of a batch."""
+        assert self._batch is None
         count = len(fds)
-        self.pool.give_to_kernel(buffer, count)
-        sizes = list(map(len, frames))
-        self._descriptors[:count] = memoryview(array.array("I", fds))
-        self._lengths[:count] = memoryview(array.array("I", sizes))
-        addresses = itertools.accumulate(sizes[:-1], initial=buffer.address)
-        self._addresses[:count] = memoryview(array.array("Q", addresses))
+        self._descriptors[:count] = fds
+        self._lengths[:count] = lengths
+        self._addresses[:count] = addresses
         self._ring.push_packed(self._sqes[: count * abi.SQE_BYTES])
-        self._fds, self._sizes, self._buffer = fds, sizes, buffer
+        self._batch = _Batch(fds, addresses, lengths, memory)
         self.sends += count
 
     def settle(self, completions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -193,8 +198,8 @@ class SendQueue:
 
         Must come before anything else is sent, so that what a socket did not take stays ahead of what follows.
         """
-        if self._buffer is not None:
-            completions = self._settle_batch(self._buffer, completions)
+        if self._batch is not None:
+            completions = self._settle_batch(self._batch, completions)
         if self._behind:  # ended ones too, which drop out
             behind, self._behind = self._behind, []
             for flow in behind:
@@ -204,18 +209,20 @@ class SendQueue:
                     self._behind.append(flow)
         return completions
 
-    def _settle_batch(self, buffer: Buffer, completions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        self._buffer = None
+    def _settle_batch(self, batch: _Batch, completions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        self._batch = None
         others = [entry for entry in completions if entry[0] >> KIND_SHIFT != KIND_SEND]
         if len(others) != len(completions):
-            starts = [0, *itertools.accumulate(self._sizes)]
             for user_data, result, _ in completions:
                 if user_data >> KIND_SHIFT == KIND_SEND:
                     at = user_data & TAG_MASK
-                    flow = self._flows[self._fds[at]]
+                    flow = self._flows[batch.fds[at]]
                     if flow is not None:
-                        self._fell_short(flow, result, buffer.read(starts[at] + max(result, 0), starts[at + 1]))
-        self.pool.complete(buffer, len(self._fds))
+                        sent = max(result, 0)
+                        rest = ctypes.string_at(batch.addresses[at] + sent, batch.lengths[at] - sent)
+                        self._fell_short(flow, result, rest)
+        if isinstance(batch.memory, Buffer):
+            self.pool.complete(batch.memory, len(batch.fds))
         return others
 
     def _fell_short(self, flow: RingFlow, result: int, rest: bytes) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.ring.driver import DriverStatistics, Endpoint, Flow, Listener
+from seedance.daemon.ring.frame_store import StoredFrames
 from seedance.engine.request import FinishReason, TokenLogprobs
 
 
@@ -68,9 +69,9 @@ class FakeDriver:
         self.flows.append(FakeFlow(fd, endpoint))
         return self.flows[-1]
 
-    def send_each(self, fds: Sequence[int], frames: Sequence[bytes]) -> list[tuple[int, int]]:
+    def send_each(self, fds: memoryview, frames: StoredFrames) -> list[tuple[int, int]]:
         flows = {flow.fd: flow for flow in self.flows}
-        sent = [(fd, flows[fd].send(frame)) for fd, frame in zip(fds, frames, strict=True)]
+        sent = [(fd, flows[fd].send(frame)) for fd, frame in frames.to(fds)]
         return [(fd, waiting_bytes) for fd, waiting_bytes in sent if waiting_bytes]
 
     def flush(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import errno
 import os
@@ -9,14 +10,24 @@ import random
 import resource
 import socket
 import threading
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
 from support.sockets import Recorder, Rig, read_all, read_exactly, tcp_pair
 
 from seedance.daemon.ring.driver import Flow
+from seedance.daemon.ring.frame_store import FrameStore, StoredFrames
 
 BIG = random.Random(1).randbytes(3 << 20)
+
+
+def send_each(rig: Rig, fds: Sequence[int], frames: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Send frames out of a store, of which nobody else knows."""
+    store = FrameStore()
+    addresses, lengths = array.array("Q", map(store.add, frames)), array.array("I", map(len, frames))
+    stored = StoredFrames(memoryview(addresses), memoryview(lengths), store)
+    return rig.driver.send_each(memoryview(array.array("I", fds)), stored)
 
 
 @pytest.mark.parametrize("tcp", [False, True])
@@ -88,7 +99,7 @@ def test_a_frame_to_each_of_many_flows(any_rig: Rig) -> None:
         flows = [any_rig.flow() for _ in range(700)]
         fds = [flow.fd for flow, _, _ in flows]
         for step in range(3):
-            assert any_rig.driver.send_each(fds, [b"%d.%d" % (step, number) for number in range(700)]) == []
+            assert send_each(any_rig, fds, [b"%d.%d" % (step, number) for number in range(700)]) == []
             await any_rig.turns()
             for number, (_, _, peer) in enumerate(flows):
                 assert peer.recv(16) == b"%d.%d" % (step, number)
@@ -103,8 +114,8 @@ def test_a_frame_to_each_keeps_the_order_of_its_flow(any_rig: Rig) -> None:
         flows[1][0].send(b"before ")
         assert (flows[1][0].backlog_bytes, flows[1][0].waiting_bytes) == (7, 0), "its turn has not come: nobody is slow"
         flows[3][0].close()
-        assert any_rig.driver.send_each(fds, [b"now"] * 4) == []
-        assert any_rig.driver.send_each(fds[:2], [b" and again"] * 2) == []
+        assert send_each(any_rig, fds, [b"now"] * 4) == []
+        assert send_each(any_rig, fds[:2], [b" and again"] * 2) == []
         flows[0][0].send(b" after")
         await any_rig.turns()
         expected = [b"now and again after", b"before now and again", b"now", b""]
@@ -122,7 +133,7 @@ def test_a_frame_to_each_of_which_some_do_not_keep_up(any_rig: Rig) -> None:
         reading = [any_rig.in_thread(partial(read_exactly, peer, 600_000)) for _, _, peer in flows[1:]]
         waiting: dict[int, int] = {}
         for frame in frames:
-            waiting |= dict(any_rig.driver.send_each(fds, [frame] * 3))
+            waiting |= dict(send_each(any_rig, fds, [frame] * 3))
             await asyncio.sleep(0.001)
         assert waiting[fds[0]] == flows[0][0].waiting_bytes == flows[0][0].backlog_bytes > 400_000
         assert await asyncio.gather(*reading) == [BIG[:600_000]] * 2
@@ -136,9 +147,9 @@ def test_what_follows_a_frame_to_each_does_not_overtake_it(any_rig: Rig) -> None
         flow, _, peer = any_rig.flow(send_buffer=8192)
         for at in range(0, len(BIG), 9000):
             piece = BIG[at : at + 9000]
-            any_rig.driver.send_each([flow.fd], [piece[:6000]])
+            send_each(any_rig, [flow.fd], [piece[:6000]])
             flow.send(piece[6000:8000])
-            any_rig.driver.send_each([flow.fd], [piece[8000:]])
+            send_each(any_rig, [flow.fd], [piece[8000:]])
             await asyncio.sleep(0)
         assert flow.backlog_bytes > 0, "the socket should be full"
         assert await any_rig.in_thread(lambda: read_exactly(peer, len(BIG))) == BIG
@@ -151,7 +162,7 @@ def test_a_flow_that_ends_in_the_turn_of_a_frame_to_each(any_rig: Rig) -> None:
         closed, closed_seen, closed_peer = any_rig.flow()
         aborted, aborted_seen, _ = any_rig.flow()
         other, _, other_peer = any_rig.flow()
-        any_rig.driver.send_each([closed.fd, aborted.fd, other.fd], [b"last words"] * 3)
+        send_each(any_rig, [closed.fd, aborted.fd, other.fd], [b"last words"] * 3)
         closed.close()
         aborted.abort()
         replacement, _, replacement_peer = any_rig.flow()
@@ -173,7 +184,7 @@ def test_a_frame_to_each_of_a_batch_costs_one_system_call(ring_rig: Rig) -> None
         flows = [ring_rig.flow() for _ in range(64)]
         await ring_rig.turns()
         before = ring_rig.driver.statistics()
-        ring_rig.driver.send_each([flow.fd for flow, _, _ in flows], [b"now"] * 64)
+        send_each(ring_rig, [flow.fd for flow, _, _ in flows], [b"now"] * 64)
         await asyncio.sleep(0)  # a turn
         after = ring_rig.driver.statistics()
         assert (after.sends - before.sends, after.enters - before.enters) == (64, 1)
@@ -185,7 +196,7 @@ def test_large_frames_to_each(any_rig: Rig) -> None:
     async def main() -> None:
         flows = [any_rig.flow() for _ in range(40)]
         frames = [BIG[number : number + 30_000] for number in range(40)]
-        any_rig.driver.send_each([flow.fd for flow, _, _ in flows], frames)
+        send_each(any_rig, [flow.fd for flow, _, _ in flows], frames)
         await any_rig.turns()
         for (_, _, peer), frame in zip(flows, frames, strict=True):
             assert await any_rig.in_thread(partial(read_exactly, peer, 30_000)) == frame

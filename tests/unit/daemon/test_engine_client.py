@@ -8,6 +8,7 @@ from support.worker_parts import FakeDriver, FakeFlow, FakeSink
 from seedance.daemon import tokenizer
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.engine_client import EngineClient
+from seedance.daemon.plain_streams import FEWEST
 from seedance.daemon.stop_strings import StopDetokenizer
 from seedance.daemon.stream import Stream
 from seedance.engine.channel import (
@@ -325,6 +326,11 @@ def test_a_sink_that_gives_up_in_mid_batch_is_left_alone() -> None:
     assert (sink.text, sink.end, scene.places) == ("a", None, 0)
 
 
+def in_a_crowd(pairs: list[int]) -> Batch:
+    """Return a batch with so many more tokens that it is no small one, all of streams that are over."""
+    return Batch([], pack_singles([*pairs, *(value for number in range(FEWEST) for value in (50_000 + number, 0))]))
+
+
 def test_plain_tokens_of_a_plain_flow_go_past_the_sink() -> None:
     scene = Scene()
     stream, sink = scene.stream()
@@ -334,11 +340,11 @@ def test_plain_tokens_of_a_plain_flow_go_past_the_sink() -> None:
     scene.client.bypass(stream, 20, behind.append)
     [a], pieces = ids("a"), list("é".encode())
     for token in (a, a, *pieces, a, TOKENIZER.vocabulary.size + 5):
-        scene.say(Batch([], pack_singles([stream.number, token])))
+        scene.say(in_a_crowd([stream.number, token]))
     # Made once by way of the sink, which frames it itself; then sent as it is.
     assert (sink.text, bytes(flow.sent)) == ("aé", b"<a><a>")
     flow.waiting_bytes = 99
-    scene.say(Batch([], pack_singles([stream.number, a])))
+    scene.say(in_a_crowd([stream.number, a]))
     assert behind == [99]
     scene.say(Batch([Delta(stream.number, [], FinishReason.LENGTH)]))
     assert (sink.end, stream.output_tokens) == (FinishReason.LENGTH, 7)
@@ -353,16 +359,16 @@ def test_tokens_past_the_sink_are_those_of_their_stream() -> None:
         scene.driver.open(fd, scene.client)
         scene.client.bypass(stream, fd, behind.append)
     for _ in range(3):
-        scene.say(Batch([], pack_singles([first.number, a, second.number, a])))
+        scene.say(in_a_crowd([first.number, a, second.number, a]))
     scene.client.abort([first])
-    scene.say(Batch([], pack_singles([first.number, a, second.number, a])))
+    scene.say(in_a_crowd([first.number, a, second.number, a]))
     third = scene.stream()[0]
     scene.client.bypass(third, 20, behind.append)
-    scene.say(Batch([], pack_singles([second.number, a, third.number, a])))
+    scene.say(in_a_crowd([second.number, a, third.number, a]))
     scene.client.end_all(ApiError("internal", "over"))
     assert [stream.output_tokens for stream in (first, second, third)] == [3, 5, 1]
     assert scene.limiter.statistics().output_tokens == 9
     scene.client.bypass(third, 20, behind.append)  # it has ended
-    # The first frame is made as its text goes to the sink.
-    assert [bytes(flow.sent) for flow in scene.driver.flows[1:]] == [b"<a><a><a>", b"<a><a><a><a><a>"]
+    # The frame is made in the first step, as its texts go to the sinks.
+    assert [bytes(flow.sent) for flow in scene.driver.flows[1:]] == [b"<a><a><a>", b"<a><a><a><a>"]
     assert behind == []
