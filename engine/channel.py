@@ -8,8 +8,8 @@ read can then bring several messages. Nothing here names a tenant: the superviso
 from __future__ import annotations
 
 import array
-from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, Final, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -20,19 +20,34 @@ MAX_MESSAGE_BYTES: Final = 64 << 20
 _HEADER: Final = 4
 
 StreamNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+if TYPE_CHECKING:
+    TokenIds: TypeAlias = Sequence[int]
+else:
+    TokenIds = array.array
+"""Given as any sequence, kept as an array, and sent as its bytes: a number for each would cost both ends a hundred
+times as much."""
+NO_TOKEN_IDS: Final[TokenIds] = array.array("I")
+_TOKEN_IDS_CODE: Final = 1  # msgpack extension
 
 
 class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """worker → host: begin a generation; `stream` is the worker's number for it, unique on its channel.
 
-    `emitted_token_ids` are those that it brought already, elsewhere: it goes on behind them.
+    `emitted_token_ids` are those that it brought already, elsewhere: it goes on behind them. Raises OverflowError for a
+    token id that is no unsigned 32-bit number.
     """
 
     stream: StreamNumber
-    prompt_token_ids: list[int]
+    prompt_token_ids: TokenIds
     sampling: Sampling
     urgency: Urgency = NOT_URGENT
-    emitted_token_ids: list[int] = []
+    emitted_token_ids: TokenIds = NO_TOKEN_IDS
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_token_ids", "emitted_token_ids"):
+            given = getattr(self, name)
+            if not isinstance(given, array.array):
+                msgspec.structs.force_setattr(self, name, array.array("I", given))
 
 
 class Abort(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -119,7 +134,21 @@ ToHost = Submit | Abort | SetPaused
 ToWorker = Batch | EngineChanged | Refused | QueueBound
 M = TypeVar("M")
 
-_encoder: Final = msgspec.msgpack.Encoder()
+
+def _extend(value: Any) -> msgspec.msgpack.Ext:
+    assert isinstance(value, array.array)
+    return msgspec.msgpack.Ext(_TOKEN_IDS_CODE, memoryview(value).cast("B"))
+
+
+def _from_extension(code: int, data: memoryview) -> TokenIds:
+    token_ids = array.array("I")
+    if code != _TOKEN_IDS_CODE or len(data) % token_ids.itemsize:
+        raise msgspec.ValidationError(f"extension {code} of {len(data)} bytes is no list of token ids")
+    token_ids.frombytes(data)
+    return token_ids
+
+
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=_extend)
 
 
 def encode(message: ToHost | ToWorker) -> bytes:
@@ -142,7 +171,7 @@ class Receiver(Generic[M]):
     def __init__(self, kind: Any) -> None:
         self._buffer = bytearray()
         self._needed = 0  # length of the buffer at which it holds a whole message; before, it is not looked at
-        self._decode: Callable[[Any], M] = msgspec.msgpack.Decoder(kind).decode
+        self._decode: Callable[[Any], M] = msgspec.msgpack.Decoder(kind, ext_hook=_from_extension).decode
 
     def receive_data(self, data: bytes) -> list[M]:
         """Return the messages that `data` completes, in order."""

@@ -281,8 +281,6 @@ class EngineHost:
                 message.urgency,
                 message.emitted_token_ids,
             )
-        except OverflowError:
-            return EngineError("invalid_request", "cannot take the prompt: a token id is not a 32-bit number")
         except EngineError as exc:
             return exc
         self._generations[key] = channel.generations[message.stream] = generation

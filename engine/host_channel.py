@@ -43,11 +43,10 @@ class Generation:
     __slots__ = ("channel", "key", "prompt_token_ids", "sampling", "stream", "token_ids", "urgency")
 
     def __init__(self, key: int, channel: Channel, wish: Submit) -> None:
-        """Raises OverflowError when a token id has more than 32 bits."""
         self.key = key
         self.channel = channel
         self.stream = wish.stream
-        self.prompt_token_ids = array.array("I", wish.prompt_token_ids)
+        self.prompt_token_ids = wish.prompt_token_ids
         self.sampling = wish.sampling
         self.urgency = wish.urgency
         self.token_ids = array.array("I", wish.emitted_token_ids)

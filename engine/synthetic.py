@@ -14,6 +14,7 @@ stream has a timer of its own.
 
 from __future__ import annotations
 
+import array
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
@@ -99,11 +100,11 @@ class SyntheticEngine:
                 "context_too_long" if prompt_token_ids else "invalid_request",
                 f"cannot take a prompt of {length} tokens: it needs 1 to {limit - 1}",
             )
-        for token_ids in filter(None, (prompt_token_ids, emitted_token_ids)):
-            if not 0 <= min(token_ids) <= max(token_ids) < VOCAB_SIZE:
-                text = f"cannot take the prompt: its token ids must be 0 to {VOCAB_SIZE - 1}"
-                raise EngineError("invalid_request", text)
-        stream = Stream(key, prompt_token_ids, sampling, self._settings, emitted_token_ids)
+        token_ids = array.array("I", prompt_token_ids) + array.array("I", emitted_token_ids)
+        if max(token_ids) >= VOCAB_SIZE:
+            text = f"cannot take the prompt: its token ids must be 0 to {VOCAB_SIZE - 1}"
+            raise EngineError("invalid_request", text)
+        stream = Stream(key, token_ids, len(emitted_token_ids), sampling, self._settings)
         self._now = max(self._now, now)
         self._scheduler.submitted(key, row, key, stream.length, stream.remaining, self._now, urgency)
         if self._last_step is None:

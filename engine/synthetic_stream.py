@@ -75,20 +75,20 @@ class Stream:
     def __init__(
         self,
         key: int,
-        prompt_token_ids: Sequence[int],
+        token_ids: Sequence[int],
+        emitted: int,
         sampling: Sampling,
         settings: EngineSettings,
-        emitted_token_ids: Sequence[int] = (),
     ) -> None:
+        """`token_ids` are the prompt's and, behind them, so many that were emitted elsewhere."""
         seed = settings.synthetic.seed if sampling.seed is None else sampling.seed
         eos_below = _eos_below(settings.synthetic.eos_probability)
         self.key = key
-        emitted = len(emitted_token_ids)
-        self.length = len(prompt_token_ids) + emitted
+        self.length = len(token_ids)
         # An ignored end-of-text is a token like others, at any place.
         eos_from = 0 if sampling.ignore_eos else sampling.min_tokens - emitted
-        self.token_ids = _generate(seed, [*prompt_token_ids, *emitted_token_ids], eos_below, eos_from)
-        self.min_length = len(prompt_token_ids) + sampling.min_tokens
+        self.token_ids = _generate(seed, token_ids, eos_below, eos_from)
+        self.min_length = self.length - emitted + sampling.min_tokens
         self.remaining = min(sampling.max_tokens - emitted, settings.max_model_len - self.length)
         self.ends = frozenset(sampling.stop_token_ids)
         if eos_below and not sampling.ignore_eos:

@@ -43,7 +43,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True):
     """The first fields of vLLM's struct of the same name; what follows them keeps its default."""
 
     request_id: str
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: list[int]
     mm_features: None
     sampling_params: SamplingParams
     pooling_params: None
@@ -177,7 +177,7 @@ class CoreConnection:
         self._serial += 1
         name = f"{key}.{self._serial}"
         salt = tenant.cache_salt or None
-        request = EngineCoreRequest(name, prompt, None, params, None, now_s, None, salt, None)
+        request = EngineCoreRequest(name, list(prompt), None, params, None, now_s, None, salt, None)
         frames = [ENGINE_IDENTITY, ADD, self._encode(request)]
         self._keys[name] = key
         self._names[key] = name

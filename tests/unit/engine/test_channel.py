@@ -125,3 +125,16 @@ def test_what_is_no_message_is_the_peers_fault(data: bytes, code: int) -> None:
 def test_length_at_the_limit_is_waited_for() -> None:
     receiver: Receiver[channel.ToHost] = Receiver(channel.ToHost)
     assert receiver.receive_data(struct.pack("<I", channel.MAX_MESSAGE_BYTES)) == []
+
+
+@pytest.mark.parametrize("extension", [b"\xc7\x05\x01abcde", b"\xd6\x02abcd", b"\x91\x01"])
+def test_token_ids_that_are_none(extension: bytes) -> None:
+    body = b"\x94\x01\x01" + extension + b"\x81\xaamax_tokens\x01"
+    with pytest.raises(RemoteProtocolError, match=r"^cannot read a channel message: "):
+        Receiver(channel.ToHost).receive_data(len(body).to_bytes(4, "little") + body)
+
+
+def test_a_token_id_has_32_bits() -> None:
+    for token_id in (-1, 1 << 32):
+        with pytest.raises(OverflowError):
+            Submit(1, [token_id], Sampling(max_tokens=1))
