@@ -85,11 +85,13 @@ class EngineChanged(msgspec.Struct, tag=4, array_like=True, frozen=True):
 
     With "recovering" the engine has died, and another one will go on with every generation: there is a pause, and what
     is submitted meanwhile waits. With "dead" every generation of the channel is lost; the worker ends its streams.
+    `note` is what the clients of streams that run are told of it, empty for nothing.
     """
 
     state: str
     detail: str
     model: ModelInfo | None
+    note: str = ""
 
 
 class Refused(msgspec.Struct, tag=5, array_like=True, frozen=True):
