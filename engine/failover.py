@@ -13,8 +13,10 @@ RESTARTING: Final = "engine restarting"
 CONTINUED: Final = "continued"
 ON_CPU: Final = "continued on cpu"
 """What clients are told: the streams wait, go on, and go on slowly."""
-STABLE_S: Final = 60.0
+STABLE_S: Final = 15.0
 """An engine that served for so long was no failed start: the next restart is at once again."""
+SETTLE_S: Final = 3.0
+"""So long an engine that has just become active has the machine to itself, before another one is started to stand by."""
 DEATHS: Final = 3
 """A generation that has seen so many engines die is not given to another one: it may be what they die of."""
 
