@@ -16,7 +16,7 @@ ON_CPU: Final = "continued on cpu"
 STABLE_S: Final = 15.0
 """An engine that served for so long was no failed start: the next restart is at once again."""
 SETTLE_S: Final = 3.0
-"""So long an engine that has just become active has the machine to itself, before another one is started to stand by."""
+"""So long an engine that has just become active has the machine to itself, before one is started to stand by."""
 DEATHS: Final = 3
 """A generation that has seen so many engines die is not given to another one: it may be what they die of."""
 

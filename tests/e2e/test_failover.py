@@ -1,6 +1,7 @@
 """An engine host with real EngineCores of a tiny model, of which some are killed or stopped under streams.
 
-One host for all: a second engine stands by. Where both are killed, the fork server makes the next.
+One host for all: a second engine stands by. Where both are killed, the fork server makes the next; where that is killed
+and does not start again, another one takes the place of the processor's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -23,6 +25,7 @@ from support.tiny_model import tiny_model
 from tokenizers import Tokenizer
 
 from seedance.engine.channel import Submit, encode
+from seedance.engine.failover import CONTINUED, ON_CPU, RESTARTING
 from seedance.engine.request import FinishReason, Sampling
 from seedance.engine.settings import EngineSettings, FailoverSettings
 
@@ -68,6 +71,15 @@ def stands_by(host: HostProcess) -> bool:
     return len(cores(host)) == len(alive) == 2
 
 
+def interpreter(run_dir: Path) -> Path:
+    """Return what the engine's processes are started with, for a test to break."""
+    path = run_dir / "python"
+    if not path.exists():
+        path.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        path.chmod(0o755)
+    return path
+
+
 @contextlib.asynccontextmanager
 async def vllm_host(run_dir: Path) -> AsyncIterator[HostProcess]:
     settings = EngineSettings(
@@ -79,7 +91,8 @@ async def vllm_host(run_dir: Path) -> AsyncIterator[HostProcess]:
         max_streams=64,
         threads=1,
         dtype="float32",
-        failover=FailoverSettings(standby=True),
+        python=str(interpreter(run_dir)),
+        failover=FailoverSettings(standby=True, attempts=1, cpu_python=sys.executable, cpu_kv_bytes=64 << 20),
     )
     async with running_host() as host:
         host.start_engine(settings)
@@ -152,6 +165,34 @@ def kill_all(pids: list[int]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+async def on_the_processor(host: HostProcess, run_dir: Path) -> tuple[Streams, list[str]]:
+    """Kill the fork server, and have none start again until the streams have gone on without; returns what was told."""
+    whole = interpreter(run_dir).read_text()
+
+    def break_it(pids: list[int]) -> None:
+        interpreter(run_dir).write_text("#!/bin/sh\nexit 1\n")
+        os.kill(os.getsid(pids[0]), signal.SIGKILL)
+
+    async def mend() -> None:
+        await wait_until(lambda: bool(streams.worker.states) and streams.worker.states[-1].note == ON_CPU)
+        seen = streams.least()
+        await wait_until(lambda: streams.least() > seen)
+        interpreter(run_dir).write_text(whole)
+
+    await wait_until(lambda: stands_by(host))
+    streams = Streams(host.attach(8))
+    # Long enough to see the way back, too.
+    await streams.begin(max_tokens=1500)
+    await streams.wait_tokens(TOKENS // 4)
+    break_it(cores(host))
+    await mend()
+    await wait_until(lambda: streams.worker.states[-1].note == CONTINUED)
+    seen = streams.least()
+    await wait_until(lambda: streams.least() > seen)
+    await streams.worker.abort(*range(STREAMS))
+    return streams, [state.note for state in streams.worker.states]
+
+
 async def structured(host: HostProcess) -> list[str]:
     """Kill the active engine under streams that a schema constrains; returns their texts."""
     await wait_until(lambda: stands_by(host))
@@ -181,6 +222,10 @@ def test_streams_outlive_their_engine_with_the_same_text(tmp_path: Path) -> None
                 assert streams.longest_s < limit_s
             for text in await structured(host):
                 assert 12 <= len(json.loads(text)) <= 15
+            longer, notes = await on_the_processor(host, tmp_path)
+            assert notes == ["", RESTARTING, ON_CPU, CONTINUED]
+            for stream, token_ids in whole.items():
+                assert longer.worker.token_ids[stream][:TOKENS] == token_ids[: len(longer.worker.token_ids[stream])]
 
     run(main())
 
