@@ -20,6 +20,7 @@ import asyncio
 import enum
 import gc
 import logging
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final, Protocol
 
@@ -28,7 +29,10 @@ import msgspec
 from seedance.engine import failover
 from seedance.engine.adapter import EngineAdapter, EngineState, Output
 from seedance.engine.core_watch import CoreWatch
+from seedance.engine.gpu_memory import Action, Watermark
+from seedance.engine.gpu_watch import GpuWatch
 from seedance.engine.ledger import ENGINES, Ledger
+from seedance.engine.progress import LOOK_EVERY_S
 from seedance.engine.request import ModelInfo
 from seedance.engine.settings import EngineSettings
 from seedance.engine.source import EngineSource
@@ -111,7 +115,8 @@ class Engine:
 class Engines:
     """The engines of one host, on a running event loop; they end by `stop`. The ledger stays its owner's.
 
-    `settings` are those of the next engine that is started to be the active one; `active` gets the new requests.
+    `settings` are those of the next engine that is started to be the active one; `active` gets the new requests, which
+    wait while `is_held`.
     """
 
     def __init__(
@@ -135,7 +140,14 @@ class Engines:
         self._recovers = False
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._watch = self._loop.create_task(CoreWatch(self._up).run())
+        self.is_held = False
+        self._gpu = GpuWatch(settings.gpu.device) if settings.kind == "vllm" else None
+        if self._gpu is not None:
+            self._gpu.start()
+        self._watches = [self._loop.create_task(CoreWatch(self._up, self._gpu).run())]
+        if self._gpu is not None and settings.failover.gpu_memory is not None:
+            watermark = Watermark(settings.failover.gpu_memory)
+            self._watches.append(self._loop.create_task(self._watch_memory(watermark, self._gpu)))
         self._fallback: asyncio.Task[None] | None = None
 
     # -- what a host does with them -----------------------------------------------------------------------------------
@@ -192,7 +204,9 @@ class Engines:
         self.active = None
         for engine in list(self.all):
             self._let_go(engine)
-        running = [self._watch, *([self._fallback] if self._fallback is not None else [])]
+        if self._gpu is not None:
+            self._gpu.close()
+        running = [*self._watches, *([self._fallback] if self._fallback is not None else [])]
         for task in running:
             task.cancel()
         await asyncio.wait([*running, *self._tasks])
@@ -286,6 +300,26 @@ class Engines:
     def _give_up(self, detail: str) -> None:
         self._recovers = False
         self._owner.state_changed(EngineState.DEAD, detail)
+
+    async def _watch_memory(self, watermark: Watermark, gpu: GpuWatch) -> None:
+        while True:
+            action = watermark.look(self._loop.time(), gpu.used(time.monotonic()))
+            if action is not Action.NONE:
+                self.memory_low(action)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def memory_low(self, action: Action) -> None:
+        """Do what is to be done about the GPU's memory."""
+        log.warning("the GPU's memory is nearly used up: %s", action.value)
+        self.is_held = action in {Action.HOLD, Action.SHRINK}
+        if self.active is None:
+            return
+        if action is Action.SHRINK:
+            self.active.adapter.shrink()
+        elif action is Action.MOVE:
+            self.active.adapter.give_up("the GPU's memory is nearly used up")
+        elif action is Action.RELEASE:
+            self._owner.engine_takes(self.active)
 
     def _up(self) -> list[Engine]:
         return [engine for engine in self.all if engine.role is not Role.STARTING]

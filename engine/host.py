@@ -234,7 +234,7 @@ class EngineHost:
             return EngineError("overloaded", f"cannot generate: the engine has {STREAMS} requests already")
         if not self._queue.may_join(channel.tenant.name):
             return EngineError("overloaded", "cannot take this request: the engine's queue is full")
-        return self._submit(channel, message, self.engines.active)
+        return self._submit(channel, message, None if self.engines.is_held else self.engines.active)
 
     def _submit(self, channel: Channel, message: Submit, engine: Engine | None) -> EngineError | None:
         key = self._key
