@@ -17,6 +17,7 @@ A new version of a model comes up the same way: `bring_up` with other settings, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import gc
 import logging
@@ -242,13 +243,22 @@ class Engines:
 
     # -- starts -------------------------------------------------------------------------------------------------------
 
-    async def _start_one(self) -> None:
+    async def _wait_turn(self) -> None:
+        """Wait until the next engine may be started; an engine's death may make that sooner."""
+        began_s = self._loop.time()
+        while (left_s := began_s + self._wait_s() - self._loop.time()) > 0:
+            log.info("an engine is started in %.0f s", left_s)
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._changed.wait()
+
+    def _wait_s(self) -> float:
         wait_s = self._restarts.wait_s
-        if self.active is not None:
-            wait_s = max(wait_s, failover.SETTLE_S)
-        if wait_s > 0:
-            log.info("an engine is started in %g s", wait_s)
-            await asyncio.sleep(wait_s)
+        return wait_s if self.active is None or self.active.is_fallback else max(wait_s, failover.SETTLE_S)
+
+    async def _start_one(self) -> None:
+        await self._wait_turn()
         if self.active is None and not self._recovers:
             self._owner.state_changed(EngineState.STARTING, "")
         try:

@@ -359,6 +359,20 @@ async def test_engine_that_stands_by_goes_on_at_once_and_another_one_stands_by_t
 
 
 @run
+async def test_starts_of_a_standby_that_fail_do_not_hold_up_the_engine_that_is_needed() -> None:
+    async with scene(start=False) as it:
+        first, broken = FakeAdapter(), FakeAdapter()
+        broken.fail_start = EngineDead("no memory for two")
+        it.start(first, broken, standby=True)
+        await asyncio.sleep(200)
+        assert it.states() == ["starting", "ready"]
+        broken.fail_start = None
+        first.die("killed")
+        await settle()
+        assert it.states() == ["starting", "ready", "recovering", "ready"]
+
+
+@run
 async def test_generation_that_ended_with_its_engines_last_words_is_ended() -> None:
     async with scene() as it:
         await it.say(Submit(1, [1], Sampling(max_tokens=2)))
