@@ -30,6 +30,7 @@ from seedance.engine.channel import (
     encode,
     pack_singles,
 )
+from seedance.engine.failover import CONTINUED
 from seedance.engine.request import NOT_URGENT, FinishReason, Sampling, Urgency
 from seedance.errors import RemoteProtocolError
 from seedance.qos.limiter import Refusal, TenantLimiter
@@ -102,6 +103,7 @@ class EngineClient:
         self._number = self._number % (2**32 - 1) + 1
         stream.number = self._number
         self._streams[stream.number] = self._unstarted[stream.number] = stream
+        stream.is_sampled = sampling.temperature > 0
         self._send(Submit(stream.number, prompt_token_ids, sampling, urgency))
 
     def bypass(self, stream: Stream, fd: int, fell_behind: Callable[[int], None]) -> None:
@@ -177,6 +179,8 @@ class EngineClient:
                 if message.state == EngineState.DEAD:
                     self.end_all(_GONE)  # what was submitted before this was read may have reached the next engine
                 self._engine_changed(message)
+                if message.note:
+                    self._tell(message.note)
             elif isinstance(message, QueueBound):
                 self._queue.bound = message
             else:
@@ -300,6 +304,13 @@ class EngineClient:
                 stream.sink.stream_failed(ApiError("internal", delta.error or "the engine failed on this request"))
             else:
                 stream.sink.stream_finished(reason)
+
+    def _tell(self, note: str) -> None:
+        """Tell all clients what is going on with the engine."""
+        for stream in list(self._streams.values()):
+            if self._streams.get(stream.number) is stream:  # who reads too slowly is cut off by a word more
+                is_drawn_anew = stream.is_sampled and note.startswith(CONTINUED)
+                stream.sink.note_arrived(f"{note}, what comes is drawn anew" if is_drawn_anew else note)
 
     def _quota_exceeded(self) -> None:
         streams = list(self._streams.values())
