@@ -33,6 +33,7 @@ from seedance.engine.channel import (
     encode,
     pack_singles,
 )
+from seedance.engine.failover import CONTINUED, RESTARTING
 from seedance.engine.request import NOT_URGENT, FinishReason, Sampling, Urgency
 from seedance.errors import RemoteProtocolError
 from seedance.qos.limiter import Refusal, TenantLimiter
@@ -129,6 +130,7 @@ class EngineClient:
     def _take_in(self, stream: Stream) -> None:
         self._number = (self._number + 1) % 2**32
         stream.number = self._number
+        stream.is_sampled = stream.sampling.temperature > 0
         self._streams[stream.number] = stream
         if not stream.token_ids:
             self._unstarted[stream.number] = stream
@@ -146,6 +148,7 @@ class EngineClient:
         paused = [stream.number for stream in held.values() if stream.is_paused]
         if paused:
             self._send(SetPaused(paused, True))
+        self._tell(CONTINUED, [stream for stream in held.values() if stream.token_ids])
 
     def end_overdue(self) -> None:
         """End what has been held for too long, unless a session keeps it."""
@@ -251,6 +254,8 @@ class EngineClient:
                     # What was submitted before this was read may have reached the next engine; what is held has not.
                     self._end([stream for stream in self._streams.values() if stream.number not in self._held], _GONE)
                 self._engine_changed(message)
+                if message.note:
+                    self._tell(message.note, list(self._streams.values()))
             elif isinstance(message, QueueBound):
                 self._queue.bound = message
             else:
@@ -278,6 +283,7 @@ class EngineClient:
             self._flow = None
             self._hold(self._streams.values())
             self._engine_changed(EngineChanged(EngineState.DEAD, "the engine host went away", None))
+            self._tell(RESTARTING, list(self._streams.values()))
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
@@ -394,6 +400,13 @@ class EngineClient:
                 stream.sink.stream_failed(ApiError("internal", delta.error or "the engine failed on this request"))
             else:
                 stream.sink.stream_finished(reason)
+
+    def _tell(self, note: str, streams: Iterable[Stream]) -> None:
+        """Tell clients what is going on with the engine."""
+        for stream in streams:
+            if self._streams.get(stream.number) is stream:  # who reads too slowly is cut off by a word more
+                is_drawn_anew = stream.is_sampled and note.startswith(CONTINUED)
+                stream.sink.note_arrived(f"{note}, what comes is drawn anew" if is_drawn_anew else note)
 
     def _quota_exceeded(self) -> None:
         streams = list(self._streams.values())

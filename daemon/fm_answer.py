@@ -14,6 +14,7 @@ from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.doors.openai_response import Usage
 from seedance.daemon.journal import Journal
 from seedance.daemon.journal_records import FirstToken, StreamRecord, StreamSubmitted, token_list
+from seedance.daemon.protocol.fm_messages import Note
 from seedance.daemon.protocol.fm_sender import Backpressure
 from seedance.daemon.protocol.fm_server import ServerSession
 from seedance.daemon.protocol.fm_session import Options
@@ -67,6 +68,9 @@ class Session(Protocol):
 
     def touch(self) -> None:
         """Have what there is to send sent soon."""
+
+    def tell(self, note: Note) -> None:
+        """Send a note, if there is room for it."""
 
     def pressed(self, pressure: Backpressure) -> None:
         """Do what the protocol says of a client that takes too little."""
@@ -174,6 +178,9 @@ class FmAnswer(Answer):
 
     def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
         raise AssertionError("no request with log probabilities is taken")
+
+    def note_arrived(self, note: str) -> None:
+        self._session.tell(Note(stream=self.number, note=note))
 
     def stream_finished(self, reason: FinishReason) -> None:
         usage = Usage(

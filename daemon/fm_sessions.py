@@ -137,12 +137,6 @@ class FmSessions:
         for session in self._log.items():
             session.tell(Note(stream=0, note=note))
 
-    def tell_running(self, note: str) -> None:
-        """Send a note to every client that is there and has a stream running."""
-        for session in self._log.items():
-            if session.is_running and session.is_connected:
-                session.tell(Note(stream=0, note=note))
-
     def leave(self) -> None:
         """Take no client any more: the next worker is theirs, and the journal, too."""
         self._is_leaving = True

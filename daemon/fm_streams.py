@@ -111,16 +111,6 @@ class FmSession:
         """Whether its client has anything still to come."""
         return bool(self._answers) or self.protocol.held_bytes > 0
 
-    @property
-    def is_running(self) -> bool:
-        """Whether a stream of it runs."""
-        return bool(self._answers)
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether its client is there."""
-        return self._connection is not None
-
     # -- the journal --------------------------------------------------------------------------------------------------
 
     def saved(self) -> bytes:

@@ -33,6 +33,8 @@ from seedance.qos.quota import Quota
 Prompt = str | list[int]
 DRAIN_RETRY_S: Final = 2.0
 """Whoever asks while the service is being stopped may ask again so soon: a restart takes no longer without a model."""
+_SERVING: Final = frozenset((EngineState.READY, EngineState.RECOVERING))
+"""While an engine recovers, requests wait for it as those do that run."""
 INLINE_CHARACTERS: Final = 8192
 """Up to this size a prompt is tokenised at once: a thread would cost more than the millisecond that it takes."""
 
@@ -90,7 +92,7 @@ class Service:
 
     def resume_all(self) -> None:
         """Go on with the streams that another worker or engine had, if there is an engine now."""
-        if self._engine_state is EngineState.READY and self._tokenizer is not None:
+        if self._engine_state in _SERVING and self._tokenizer is not None:
             expected, self._expected = self._expected, []
             for resume in expected:
                 resume()
@@ -116,7 +118,7 @@ class Service:
         if self.draining:
             text = "cannot take a new request: this tenant's service is being stopped"
             raise ApiError("overloaded", text, retry_after_s=DRAIN_RETRY_S)
-        if self._engine_state is not EngineState.READY or self.model is None or self._tokenizer is None:
+        if self._engine_state not in _SERVING or self.model is None or self._tokenizer is None:
             raise ApiError("engine_unavailable", f"cannot serve now: the engine is {self._engine_state.value}")
         return self.model, self._tokenizer
 

@@ -59,7 +59,6 @@ from seedance.daemon.sampling_defaults import load_sampling_defaults
 from seedance.daemon.service import DRAIN_RETRY_S, Service
 from seedance.daemon.shared_log import SharedLog
 from seedance.daemon.tokenizer_cache import tokenizer_in
-from seedance.engine.adapter import EngineState
 from seedance.engine.channel import EngineChanged
 from seedance.engine.packets import PacketSocket
 from seedance.qos.limiter import LimiterStatistics, TenantLimiter
@@ -285,8 +284,6 @@ class Worker:
             except (OSError, ValueError) as exc:
                 _log.error("cannot use the tokenizer of model '%s': %s", change.model.name, exc)
         self.service.engine_changed(change, tokenizer, defaults)
-        if change.state == EngineState.DEAD:
-            self.sessions.tell_running("engine restarting")
 
     # -- the supervisor -----------------------------------------------------------------------------------------------
 

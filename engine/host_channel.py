@@ -10,7 +10,7 @@ import array
 import asyncio
 import socket
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from seedance.engine.backlog import Backlog
 from seedance.engine.channel import (
@@ -29,6 +29,9 @@ from seedance.engine.host_link import ChannelStatistics
 from seedance.engine.request import TenantContext
 from seedance.errors import RemoteProtocolError
 
+if TYPE_CHECKING:
+    from seedance.engine.engines import Engine
+
 _RECEIVE_BYTES: Final = 256 << 10
 # A worker that does not read its refusals is not read from either.
 _MAX_MESSAGE_BACKLOG_BYTES: Final = 256 << 10
@@ -37,10 +40,22 @@ _MAX_MESSAGE_BACKLOG_BYTES: Final = 256 << 10
 class Generation:
     """The record of a running generation: enough to continue it elsewhere. Append only.
 
+    `engine` has it, None while it waits for one; `deaths` counts engines that died with it.
     `prompt_token_ids` and `token_ids` (those emitted so far, here or elsewhere) are arrays of unsigned 32-bit ids.
     """
 
-    __slots__ = ("channel", "key", "prompt_token_ids", "sampling", "stream", "token_ids", "urgency")
+    __slots__ = (
+        "channel",
+        "deaths",
+        "engine",
+        "is_paused",
+        "key",
+        "prompt_token_ids",
+        "sampling",
+        "stream",
+        "token_ids",
+        "urgency",
+    )
 
     def __init__(self, key: int, channel: Channel, wish: Submit) -> None:
         """Raises OverflowError when a token id has more than 32 bits."""
@@ -51,6 +66,18 @@ class Generation:
         self.sampling = wish.sampling
         self.urgency = wish.urgency
         self.token_ids = array.array("I", wish.emitted_token_ids)
+        self.engine: Engine | None = None
+        self.deaths = 0
+        self.is_paused = False
+
+
+def by_engine(generations: Iterable[Generation]) -> Iterable[tuple[Engine, list[int]]]:
+    """Return the keys of generations, by the engine that has them."""
+    keys: dict[Engine, list[int]] = {}
+    for generation in generations:
+        if generation.engine is not None:
+            keys.setdefault(generation.engine, []).append(generation.key)
+    return keys.items()
 
 
 class ChannelOwner(Protocol):

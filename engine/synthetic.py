@@ -278,6 +278,7 @@ class SyntheticAdapter:
         self._timer: asyncio.TimerHandle | None = None
         self._beat_timer: asyncio.TimerHandle | None = None
         self._state = EngineState.STOPPED
+        self.core_pid: int | None = None
 
     async def start(self, events: EngineEvents) -> ModelInfo:
         """Begin anew with an empty engine, at once."""
@@ -320,6 +321,13 @@ class SyntheticAdapter:
             self._ledger.set_paused(key, is_paused)
         self._arm()
 
+    def give_up(self, reason: str) -> None:
+        """Drop every generation."""
+        if self._state is EngineState.READY:
+            assert self._events is not None, "an engine is given up that was never started"
+            self._end(EngineState.DEAD)
+            self._events.state_changed(EngineState.DEAD, f"cannot go on: {reason}")
+
     async def statistics(self) -> EngineStatistics:
         """Return a snapshot."""
         return self._engine.statistics(self._state)
@@ -359,7 +367,6 @@ class SyntheticAdapter:
             self._events.step_completed(outputs)
         steps = self._settings.synthetic.die_after_steps
         if steps and self._engine.steps >= steps:
-            self._end(EngineState.DEAD)
-            self._events.state_changed(EngineState.DEAD, f"cannot go on: rehearsed death after {steps} steps")
-            return
-        self._arm()
+            self.give_up(f"rehearsed death after {steps} steps")
+        else:
+            self._arm()
