@@ -213,7 +213,7 @@ class Workers:
     def _attach_gateway(self, worker: Worker) -> None:
         """Give the gateway its end of the handover link, once there is a process at the other end."""
         if worker.pid and worker.handover is not None:
-            self._neighbours.to_gateway(WorkerAttached(worker.tenant), worker.handover.fileno())
+            self._neighbours.to_gateway(WorkerAttached(worker.tenant, worker.number), worker.handover.fileno())
 
     def _attach_engine(self, worker: Worker, quota: Quota) -> socket.socket:
         """Give the host one end of a new engine channel for this worker; returns the other."""

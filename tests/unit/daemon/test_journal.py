@@ -6,8 +6,9 @@ import logging
 import os
 from collections.abc import Iterator
 
+import msgspec
 import pytest
-from support.fm_worker import MODEL, FmPeer, FmWorker
+from support.fm_worker import MODEL, TOKENIZER, FmPeer, FmWorker
 
 from seedance.daemon import shared_log
 from seedance.daemon.journal import Journal
@@ -15,7 +16,7 @@ from seedance.daemon.journal_records import SessionRecord, encode
 from seedance.daemon.protocol.fm_messages import Cancel, End, Error
 from seedance.daemon.shared_log import SharedLog
 from seedance.engine.channel import Abort, Submit
-from seedance.engine.request import FinishReason, ModelInfo
+from seedance.engine.request import FinishReason
 
 
 @pytest.fixture
@@ -62,14 +63,15 @@ def test_a_stream_goes_on_in_the_next_worker_with_its_name_and_its_usage(life: L
     life.die()
     second = life.submit()
     assert (second.prompt_token_ids, second.sampling) == (first.prompt_token_ids, first.sampling)
-    assert len(second.emitted_token_ids) == len("some words")
+    assert second.emitted_token_ids == [*TOKENIZER.encode("some"), *TOKENIZER.encode(" words")]
     life.peer.connect()
     life.worker.step(" and more", second.stream, reason=FinishReason.LENGTH)
     life.peer.pump()
     assert life.peer.text(stream) == "some words and more"
     end = life.peer.last(stream)
     assert isinstance(end, End)
-    assert end.usage["completion_tokens"] == len("some words and more")
+    more = TOKENIZER.encode(" and more")
+    assert end.usage["completion_tokens"] == len(second.emitted_token_ids) + len(more)
     assert end.usage["prompt_tokens"] == len(first.prompt_token_ids)
     assert "first_token_ms" in end.slo
     assert life.peer.notes() == []
@@ -115,7 +117,7 @@ def test_a_stream_of_another_model_ends_with_a_typed_error(life: Life) -> None:
     stream = life.peer.ask()
     life.submit()
     life.die(is_ready=False)
-    life.worker.ready(ModelInfo(**{name: getattr(MODEL, name) for name in MODEL.__struct_fields__} | {"name": "new"}))
+    life.worker.ready(msgspec.structs.replace(MODEL, name="new"))
     life.peer.connect()
     error = life.peer.last(stream)
     assert isinstance(error, Error)
@@ -165,7 +167,7 @@ def test_it_is_written_anew_when_it_is_full_and_stays_small(life: Life) -> None:
     life.die()
     life.peer.connect()
     assert life.peer.text(stream) == text
-    assert len(life.submit().emitted_token_ids) == len(text)
+    assert TOKENIZER.detokenizer().feed(life.submit().emitted_token_ids) == text
 
 
 def test_without_room_it_is_off_and_says_so_once(fd: int, caplog: pytest.LogCaptureFixture) -> None:

@@ -171,7 +171,7 @@ def test_the_gateway_gets_its_link_once_there_is_a_process_at_the_other_end() ->
         assert len(sides.told["zygote"]) == 1
         worker = sides.spawn()
         attached, [fd] = sides.last("gateway")
-        assert attached == links.WorkerAttached("acme")
+        assert attached == links.WorkerAttached("acme", 1)
         os.write(fd, b"through")
         assert worker.handover.recv(100) == b"through"
         os.write(sides.last("host")[1][0], b"tokens")
@@ -295,7 +295,7 @@ def test_a_worker_that_was_never_forked_is_ordered_again(how: str) -> None:
             while len(sides.told["zygote"]) == 1:
                 await asyncio.sleep(0.01)
         worker = sides.spawn()
-        assert sides.last("gateway")[0] == links.WorkerAttached("acme")
+        assert sides.last("gateway")[0] == links.WorkerAttached("acme", 2)
         worker.die()
 
     _play(scenario)
@@ -327,7 +327,7 @@ def test_a_new_gateway_gets_the_links_and_a_new_host_new_channels() -> None:
         worker = sides.spawn()
         sides.told["gateway"].clear()
         sides.workers.gateway_started()
-        assert [order for order, _ in sides.told["gateway"]] == [links.WorkerAttached("acme")]
+        assert [order for order, _ in sides.told["gateway"]] == [links.WorkerAttached("acme", 1)]
         first, _ = sides.told["host"][0]
         sides.workers.host_started({"acme": ACME})
         second, _ = sides.last("host")
@@ -368,7 +368,7 @@ def test_a_worker_that_dies_with_sessions_is_followed_by_one_that_has_its_journa
                 await asyncio.sleep(0.01)
         second = sides.spawn()
         assert second.journal.read() == [b"what there was"]
-        assert sides.last("gateway")[0] == links.WorkerAttached("acme")
+        assert sides.last("gateway")[0] == links.WorkerAttached("acme", 2)
         assert (sides.stored, sides.discarded) == (["sessions-acme"], [])
         second.die()
 
