@@ -18,9 +18,9 @@ from seedance.daemon import activation, logs, sockets
 from seedance.daemon import config as configuration
 from seedance.daemon import hints as hint_lines
 from seedance.daemon.config import Config
+from seedance.daemon.log_store import LogStore
 from seedance.daemon.process import set_name
 from seedance.daemon.processes import Options
-from seedance.daemon.log_store import LogStore
 from seedance.daemon.supervisor import Supervisor
 from seedance.daemon.tenants import read_files
 from seedance.engine import vllm_control

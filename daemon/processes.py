@@ -42,11 +42,11 @@ from seedance.daemon.links import (
     WorkerSettings,
     ZygoteOrder,
 )
+from seedance.daemon.log_store import LogStore
 from seedance.daemon.notify import Watchdog
 from seedance.daemon.privileges import find_account
 from seedance.daemon.process import Start
 from seedance.daemon.secret import cache_salt, session_key
-from seedance.daemon.log_store import LogStore
 from seedance.daemon.sockets import Listeners
 from seedance.daemon.tenants import TenantTable
 from seedance.daemon.workers import Workers

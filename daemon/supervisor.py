@@ -18,12 +18,12 @@ from seedance import __version__
 from seedance.daemon import config as configuration
 from seedance.daemon import control, sockets
 from seedance.daemon.config import Config
+from seedance.daemon.log_store import LogStore
 from seedance.daemon.notify import Watchdog, notify, status_text, watchdog_interval_s
 from seedance.daemon.privileges import find_group
 from seedance.daemon.process import adopt_orphans, age_s
 from seedance.daemon.processes import Options, Processes
 from seedance.daemon.secret import load_secret
-from seedance.daemon.log_store import LogStore
 from seedance.daemon.tenants import Changes, TenantTable
 from seedance.daemon.watch import FolderWatch
 from seedance.errors import ConfigError, KernelError

@@ -44,8 +44,8 @@ from seedance.daemon.links import (
     WorkerStatistics,
     ZygoteOrder,
 )
-from seedance.daemon.ring.driver import DriverStatistics
 from seedance.daemon.log_store import LogStore
+from seedance.daemon.ring.driver import DriverStatistics
 from seedance.engine.host_link import Attach, Detach, ToHost
 from seedance.engine.packets import PacketSocket, pair
 from seedance.engine.request import TenantContext

@@ -1,4 +1,4 @@
-"""Deaths of every process under load, and restarts of all: streams of FM sessions go on, with each text as it would be."""
+"""Deaths of every process under load, and restarts of all: streams of FM sessions go on with the same text."""
 
 from __future__ import annotations
 
@@ -37,6 +37,10 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         daemon.stop()
 
 
+async def _grown(stream: FmStream, size: int) -> None:
+    await stream.wait(lambda stream: len(stream.data) >= size)
+
+
 class Load:
     """Clients with streams, each of which must end with its own text and count."""
 
@@ -55,7 +59,7 @@ class Load:
         """Wait until every stream has so much more text."""
         sizes = [len(stream.data) for stream, _, _ in self._streams]
         for (stream, _, _), size in zip(self._streams, sizes, strict=True):
-            await stream.wait(lambda stream, size=size: len(stream.data) >= size + characters)
+            await _grown(stream, size + characters)
 
     async def end(self) -> None:
         """Wait for all to end, and see that nothing was lost and nothing came twice."""

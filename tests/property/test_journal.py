@@ -1,4 +1,4 @@
-"""A worker may die at any moment: what the next one has from the journal gives every client its text, once and in order.
+"""A worker may die at any moment: with the journal the next one gives every client its text, once and in order.
 
 The engine here is a rule: the tokens of a stream follow from its prompt and seed. Whatever the next worker says that a
 stream has brought must be how these tokens begin.

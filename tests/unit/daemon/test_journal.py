@@ -191,9 +191,7 @@ def test_without_room_it_is_off_and_says_so_once(fd: int, caplog: pytest.LogCapt
     again.close()
 
 
-def test_what_cannot_be_read_costs_the_sessions_and_not_the_service(
-    fd: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_read_costs_the_sessions_and_not_the_service(fd: int, caplog: pytest.LogCaptureFixture) -> None:
     log = SharedLog(os.dup(fd))
     assert log.replace([b"\x03\x05\x00\x00\x00junk!"])
     log.close()

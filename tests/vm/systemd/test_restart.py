@@ -33,6 +33,10 @@ def kill_the_supervisor(service: Service) -> None:
     wait_until(lambda: service.show("ActiveState") == "active", "it serves again")
 
 
+async def grown(stream: FmStream, size: int) -> None:
+    await stream.wait(lambda stream: len(stream.data) >= size)
+
+
 def stored(service: Service) -> int:
     return int(service.show("NFileDescriptorStore"))
 
@@ -59,13 +63,13 @@ def test_a_hundred_streams_go_on(service: Service, end: Callable[[Service], None
                 stream = clients[seed % SESSIONS].ask(PROMPT, model=MODEL, seed=seed, max_tokens=tokens)
                 streams.append((stream, seed, tokens))
             for stream, _, _ in streams:
-                await stream.wait(lambda stream: len(stream.data) > 0)
+                await grown(stream, 1)
             assert await asyncio.to_thread(stored, service) == 1
             sizes = [len(stream.data) for stream, _, _ in streams]
             began_s = time.monotonic()
             await asyncio.to_thread(end, service)
             for (stream, _, _), size in zip(streams, sizes, strict=True):
-                await stream.wait(lambda stream, size=size: len(stream.data) > size)
+                await grown(stream, size + 1)
             print(f"stall: {time.monotonic() - began_s:.1f} s")
             for stream, seed, tokens in streams:
                 last = await stream.end()
@@ -82,9 +86,7 @@ def test_a_stop_keeps_nothing(service: Service) -> None:
 
     async def run() -> None:
         async with asyncio.timeout(TIMEOUT_S):
-            client = FmClient(
-                f"127.0.0.1:{PORT}", service.keys["acme"], keeps_trying=False, open_timeout=TIMEOUT_S
-            )
+            client = FmClient(f"127.0.0.1:{PORT}", service.keys["acme"], keeps_trying=False, open_timeout=TIMEOUT_S)
             async with client:
                 stream = client.ask(PROMPT, model=MODEL, max_tokens=5000)
                 await stream.wait(lambda stream: len(stream.data) > 0)
