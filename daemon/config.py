@@ -98,10 +98,12 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     user   whom every process but the supervisor becomes, where the supervisor is root; they stay what they are without
            it.
     group  whose members may use the control socket; root alone without it.
+    drain  at a stop, so long streams may go on to their end, before they are ended, or wait for the next start.
     """
 
     user: str = ""
     group: str = ""
+    drain_s: float = 1.0
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -351,7 +353,11 @@ SCHEMA: Final[Schema] = {
             "die_after_steps": Field("die_after_steps", whole(0, 1 << 31)),
         },
     },
-    "daemon": {"user": Field("user", text), "group": Field("group", text)},
+    "daemon": {
+        "user": Field("user", text),
+        "group": Field("group", text),
+        "drain": Field("drain_s", units.parse_duration),
+    },
     "kernel": {
         "limits": Field("limits", one_of(["required", "best_effort", "off"])),
         "name": Field("name", quota.read_name),

@@ -261,7 +261,7 @@ class Gateway:
     def _ordered(self, data: bytes, fds: list[int]) -> None:
         order = GATEWAY_ORDERS.decode(data)
         if isinstance(order, WorkerAttached) and len(fds) == 1:
-            self._attach(order.tenant, fds[0])
+            self._attach(order, fds[0])
             return
         if fds:
             raise RemoteProtocolError("cannot take descriptors with this order", 1002)
@@ -293,15 +293,18 @@ class Gateway:
             case StopAccepting():
                 self._loop.stop()
 
-    def _attach(self, tenant: str, fd: int) -> None:
+    def _attach(self, order: WorkerAttached, fd: int) -> None:
         sock = socket.socket(fileno=fd)
-        route = self._routes.get(tenant)
+        route = self._routes.get(order.tenant)
         if route is None:
             sock.close()
             return
-        self._leave(route)
         route.wanted = False
-        route.link = WorkerLink(route, sock, self._loop, self)
+        if route.link is not None and route.link.worker == order.worker:
+            sock.close()
+            return
+        self._leave(route)
+        route.link = WorkerLink(route, order.worker, sock, self._loop, self)
         self._serve(route)
 
     def _leave(self, route: Route) -> None:

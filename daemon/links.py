@@ -200,9 +200,13 @@ class EngineStatus(msgspec.Struct, tag=4, array_like=True, frozen=True):
 
 
 class WorkerAttached(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """supervisor → gateway, with the gateway's end of a handover link: the answer to `WorkerWanted`."""
+    """supervisor → gateway, with the gateway's end of a handover link: the answer to `WorkerWanted`, or unasked.
+
+    Question and answer may cross: the second copy of a link to the same `worker`, a number, is to be thrown away.
+    """
 
     tenant: str
+    worker: int
 
 
 class WorkerDetached(msgspec.Struct, tag=6, array_like=True, frozen=True):
@@ -258,7 +262,7 @@ GatewayReport = GatewayReady | WorkerWanted | GatewayStatistics
 
 
 class Spawn(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """supervisor → zygote, with three descriptors (handover, engine channel, control): fork a worker."""
+    """supervisor → zygote, with four descriptors (handover, engine channel, control, journal): fork a worker."""
 
     worker: int
     settings: WorkerSettings

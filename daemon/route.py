@@ -33,10 +33,13 @@ class WorkerLink:
     that there are no more.
     """
 
-    __slots__ = ("_listener", "_packets", "held", "in_flight", "leaving", "route")
+    __slots__ = ("_listener", "_packets", "held", "in_flight", "leaving", "route", "worker")
 
-    def __init__(self, route: Route, sock: socket.socket, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
+    def __init__(
+        self, route: Route, worker: int, sock: socket.socket, loop: asyncio.AbstractEventLoop, listener: Listener
+    ) -> None:
         self.route = route
+        self.worker = worker
         self.held = 0
         self.in_flight: deque[Greeting] = deque()
         self.leaving = False

@@ -182,10 +182,10 @@ class EngineHost:
         engine.adapter.submit(
             generation.key,
             generation.channel.tenant,
-            generation.prompt_token_ids.tolist(),
+            generation.prompt_token_ids,
             generation.sampling,
             generation.urgency,
-            generation.token_ids.tolist(),
+            generation.token_ids,
         )
         generation.engine = engine
         if generation.is_paused:

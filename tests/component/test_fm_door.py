@@ -25,6 +25,7 @@ from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
 from seedance.daemon.protocol.fm_messages import End
+from seedance.daemon.protocol.frame import CloseCode
 from seedance.engine.scheduling import NOTHING_COUNTED
 
 README = Path(__file__).parents[2] / "README.md"
@@ -364,16 +365,18 @@ def test_a_session_of_somebody_else_is_not_found_and_is_audited(daemon: Daemon) 
     wait_until(daemon.is_at_rest)
 
 
-def test_a_token_is_gone_and_not_unknown_after_the_workers_death(daemon: Daemon) -> None:
+def test_a_token_is_good_after_the_workers_death(daemon: Daemon) -> None:
     async def run() -> None:
-        async with in_time(), client(daemon, "globex", keeps_trying=False) as fm:
-            stream = fm.ask(PROMPT, max_tokens=20_000)
+        async with in_time(), client(daemon, "globex") as fm:
+            tokens = whole_tokens(PROMPT, 300)
+            stream = fm.ask(PROMPT, max_tokens=tokens)
             await stream.wait(lambda stream: bool(stream.data))
             await asyncio.to_thread(daemon.kill, daemon.tenant("globex").worker_pid)
-            fm.reconnect()
-            with pytest.raises(SessionLost) as caught:
-                await fm.wait(lambda client: len(client.welcomes) > 1)
-            assert caught.value.error.code == "gone"
+            await fm.wait(lambda client: len(client.welcomes) > 1)
+            assert fm.welcomes[1].continued
+            assert fm.welcomes[1].session_id == fm.welcomes[0].session_id
+            await stream.end()
+            assert stream.text == expected_text(PROMPT, tokens)
 
     asyncio.run(run())
     wait_until(daemon.is_at_rest)
@@ -456,18 +459,22 @@ def test_the_example_of_the_readme_loses_nothing_either(daemon: Daemon, tmp_path
     wait_until(daemon.is_at_rest)
 
 
-def test_a_stop_is_told_and_ends_what_it_must(tmp_path: Path) -> None:
+def test_a_stop_is_told_and_sends_away_who_has_a_stream_left(tmp_path: Path) -> None:
     async def run(daemon: Daemon) -> None:
         async with in_time(), client(daemon, keeps_trying=False) as fm:
             stream = fm.ask(PROMPT, max_tokens=20_000)
             await stream.wait(lambda stream: bool(stream.data))
             daemon.signal(signal.SIGTERM)
             await fm.wait(lambda client: bool(client.notes))
-            assert await refusal(fm.ask(PROMPT)) == "overloaded"
-            assert await refusal(stream) == "overloaded"
+            refused = fm.ask(PROMPT)
+            assert await refusal(refused) == "overloaded"
+            assert refused.last is not None
+            assert refused.last.retry_after_ms
             assert fm.notes == ["draining"]
-            assert stream.last is not None
-            assert stream.last.retry_after_ms
+            assert fm.socket is not None
+            await fm.socket.wait_closed()
+            assert fm.socket.close_code == CloseCode.GOING_AWAY
+            assert stream.last is None
 
     with running(tmp_path / "d", "acme") as daemon:
         asyncio.run(run(daemon))

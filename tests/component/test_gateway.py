@@ -311,12 +311,34 @@ def test_what_a_worker_did_not_take_goes_to_the_next_one(run: Run) -> None:
     run(scenario)
 
 
+def test_a_link_that_comes_twice_is_one(run: Run) -> None:
+    """As when a worker is started unasked while the gateway asks for it."""
+
+    async def scenario(harness: Harness) -> None:
+        harness.set_tenants("acme")
+        worker = harness.attach("acme", copies=2)
+        for path in ("/one", "/two", "/three"):
+            client = await harness.client(request("acme", path))
+            message, connection = await _handed(worker)
+            assert message.data == request("acme", path)
+            with connection as sock:
+                sock.sendall(b"served\n")
+                assert await _line(client) == b"served\n"
+            assert await client.rest() == b""  # nobody else has it open
+        worker.send(links.Released(3))
+        worker.close()
+        await harness.client(request("acme", "/four"))
+        await harness.wanted("acme")
+
+    run(scenario)
+
+
 def test_a_worker_that_dies_with_packets_unread_leaves_what_it_took(run: Run) -> None:
     async def scenario(harness: Harness) -> None:
         harness.set_tenants("acme")
         ours, theirs = pair()
         with theirs:
-            harness.supervisor.send(links.WorkerAttached("acme"), theirs.fileno())
+            harness.supervisor.send(links.WorkerAttached("acme", 1_000_000), theirs.fileno())
         for path in ("/taken", "/untaken"):
             await harness.client(request("acme", path))
         with ours:

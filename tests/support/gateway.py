@@ -105,6 +105,7 @@ class Harness:
         self._driver = driver
         self._closers: list[Callable[[], None]] = []
         self._clients: list[Client] = []
+        self._workers = 0
 
     def set_tenants(self, *names: str, connections: int | None = None) -> None:
         """Have tenants whose key is `key_of(name)`."""
@@ -121,12 +122,14 @@ class Harness:
         client.send(data)
         return client
 
-    def attach(self, tenant: str) -> Peer:
+    def attach(self, tenant: str, copies: int = 1) -> Peer:
         """Be this tenant's worker."""
         ours, theirs = pair()
         worker = Peer(ours, links.TO_WORKER, links.TO_GATEWAY)
+        self._workers += 1
         with theirs:
-            self.supervisor.send(links.WorkerAttached(tenant), theirs.fileno())
+            for _ in range(copies):
+                self.supervisor.send(links.WorkerAttached(tenant, self._workers), theirs.fileno())
         self._closers.append(worker.close)
         return worker
 

@@ -99,6 +99,7 @@ ping_interval = "500ms"
 [daemon]
 user = "seedance"
 group = "adm"
+drain = "20s"
 [kernel]
 limits = "best_effort"
 name = "other"
@@ -176,7 +177,7 @@ def test_full_file() -> None:
         max_backlog_bytes=64 << 10,
     )
     assert config.http == HttpConfig(head_timeout_s=1.0, body_timeout_s=2.0, idle_timeout_s=3.0, ping_interval_s=0.5)
-    assert config.daemon == DaemonConfig(user="seedance", group="adm")
+    assert config.daemon == DaemonConfig(user="seedance", group="adm", drain_s=20)
     assert config.kernel == KernelSettings(
         limits="best_effort",
         name="other",

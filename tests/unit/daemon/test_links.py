@@ -50,7 +50,7 @@ MESSAGES: list[tuple[Codec[Any], Any]] = [
     (links.GATEWAY_ORDERS, links.Query()),
     (links.GATEWAY_ORDERS, links.Tenants([links.TenantEntry("acme", 1, None, ["sha256:"])], True)),
     (links.GATEWAY_ORDERS, links.EngineStatus("ready")),
-    (links.GATEWAY_ORDERS, links.WorkerAttached("acme")),
+    (links.GATEWAY_ORDERS, links.WorkerAttached("acme", 3)),
     (links.GATEWAY_ORDERS, links.WorkerDetached("acme")),
     (links.GATEWAY_ORDERS, links.WorkerFailed("acme", "why")),
     (links.GATEWAY_ORDERS, links.StopAccepting()),
