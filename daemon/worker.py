@@ -24,7 +24,9 @@ from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.engine_client import EngineClient
 from seedance.daemon.fm_door import FmConnection
 from seedance.daemon.fm_sessions import FmSessions
-from seedance.daemon.infer_door import EchoConnection, InferConnection, WebSocketConnection, plain_frame
+from seedance.daemon.infer_answers import plain_frame
+from seedance.daemon.infer_door import EchoConnection, InferConnection, WebSocketConnection
+from seedance.daemon.kept_streams import KeptStreams
 from seedance.daemon.links import (
     LAST_WORDS_S,
     MAX_HANDOVER_BYTES,
@@ -116,6 +118,9 @@ class Worker:
             bound_bytes=self.max_backlog_bytes,
         )
         self.sessions = FmSessions(loop, self.service, settings.session_key, settings.quota, options)
+        self.streams = KeptStreams(
+            loop, self.service, settings.session_key, settings.quota, self.sessions, self.max_backlog_bytes
+        )
         self._handover = PacketSocket(handover, loop, self._handed_over, self._handover_closed)
         self._control = PacketSocket(control, loop, self._ordered, self._finish)
         self._report(WorkerReady(driver.statistics().driver))
@@ -214,7 +219,7 @@ class Worker:
                 connection.tick()
         self._tell_limiter()
         idle_s = now - self._idle_since_s
-        is_idle = not self._connections and not len(self.sessions)
+        is_idle = not self._connections and not len(self.sessions) and not len(self.streams)
         if is_idle and not self._idle_told and idle_s >= self._settings.worker.idle_timeout_s:
             self._idle_told = True
             self._report(WorkerIdle())
@@ -291,6 +296,7 @@ class Worker:
         elif isinstance(order, QuotaChanged):
             self.service.quota_changed(order.quota)
             self.sessions.quota_changed(order.quota)
+            self.streams.quota_changed(order.quota)
         elif isinstance(order, Query):
             self._tell_limiter()
             self._report(
@@ -335,6 +341,7 @@ class Worker:
         for connection in list(self._connections):
             connection.flow.abort()
         self.sessions.close()
+        self.streams.close()
         self._tell_limiter()
         self.service.close()
         self.service.engine.close()
