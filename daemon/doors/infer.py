@@ -94,7 +94,7 @@ class _Envelope(msgspec.Struct):
     id: StreamId | None = None
     cancel: StreamId | UnsetType | None = UNSET
     resume: str | None = None
-    last_seq: Annotated[int, Meta(ge=0, lt=2**63)] = 0
+    last_seq: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
 
 
 _envelope: Final = msgspec.json.Decoder(_Envelope)
