@@ -29,6 +29,7 @@ from seedance.daemon.urgency import deadline_of
 
 _log = logging.getLogger(__name__)
 _PING = sse.comment("ping")
+_PING_BESIDE_IDS = sse.comment_line("ping")
 _Door = Callable[[Service, openai_door.Exchange, bytes, int | None], Answer]
 _POST_DOORS: dict[str, _Door] = {
     "/v1/chat/completions": openai_door.chat,
@@ -322,4 +323,4 @@ class HttpConnection:
     def ping(self) -> None:
         """Show a sign of life on a streamed answer, unless the client has something to take already."""
         if not self.flow.waiting_bytes:
-            self.write(_PING)
+            self.write(_PING if self._reader is None else _PING_BESIDE_IDS)

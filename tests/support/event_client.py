@@ -58,8 +58,6 @@ class Events:
 
     def take(self, block: bytes) -> None:
         """Take one event, without its empty line."""
-        if block.startswith(b":"):
-            return
         assert not self.is_done
         id, data = block.split(b"\n")
         assert id == b"id: %b:%d" % (self.token.encode(), self.seq + 1)
@@ -125,6 +123,8 @@ class EventClient:
             data = (await self._reader.readexactly(size + 2))[:-2]
             if not size:
                 return
+            if data == b": ping\n":
+                continue
             *blocks, rest = data.split(b"\n\n")
             assert rest == b""
             for block in blocks:
