@@ -166,11 +166,12 @@ class InferOwner(Owner, Protocol):
 class InferConnection(WebSocketConnection):
     """A client of `/v2/infer`: the streams that are its own, and those that it reads."""
 
-    __slots__ = ("_running", "_streams")
+    __slots__ = ("_running",)
+
+    _owner: InferOwner
 
     def __init__(self, owner: InferOwner, flow: Flow, message_bytes: int) -> None:
         super().__init__(owner, flow, message_bytes)
-        self._streams = owner.streams
         self._running: dict[str | None, DirectAnswer | MessageReader] | None = None  # most idle: no dict without need
 
     def message_received(self, message: str | bytes) -> None:
@@ -202,7 +203,7 @@ class InferConnection(WebSocketConnection):
 
     def _begin_kept(self, request: InferRequest, message: str | bytes) -> None:
         self._check_place(request.id)
-        streams, service, key = self._streams, self._owner.service, None
+        streams, service, key = self._owner.streams, self._owner.service, None
         if request.idempotency_key is not None:
             data = message.encode() if isinstance(message, str) else message
             key = RequestKey.of(request.idempotency_key, data)
@@ -228,10 +229,10 @@ class InferConnection(WebSocketConnection):
 
     def _resume(self, resume: Resume) -> None:
         self._check_place(resume.id)
-        self._read(resume.id, self._streams.find(MESSAGES, resume.token), resume.last_seq)
+        self._read(resume.id, self._owner.streams.find(MESSAGES, resume.token), resume.last_seq)
 
     def _read(self, id: str | None, stream: KeptStream, last_seq: int) -> None:
-        reader = MessageReader(self, id, stream, self._streams.resume_for_ms)
+        reader = MessageReader(self, id, stream, self._owner.streams.resume_for_ms)
         self._put(id, reader)
         try:
             stream.connect(reader, last_seq)
@@ -279,7 +280,7 @@ class InferConnection(WebSocketConnection):
     def abandon(self, id: str | None, stream: KeptStream) -> None:
         """End a kept stream, and keep nothing of it: the client wants no more."""
         self.take_out(id)
-        self._streams.abandon(stream)
+        self._owner.streams.abandon(stream)
 
     def set_paused(self, is_paused: bool) -> None:
         for each in (self._running or {}).values():
