@@ -29,6 +29,7 @@ from tokenizers import Tokenizer
 from bench.contender import RUN_S, Client, Idle, Run, connect_measured, latencies, read_times, run_of
 from bench.payloads import STRIDE
 from bench.processes import BenchError, descendants, end, spent
+from seedance.daemon import shared_log
 from seedance.daemon.children import spawn
 from seedance.daemon.config import HttpConfig, WorkerConfig
 from seedance.daemon.keys import hash_key, new_key
@@ -144,7 +145,9 @@ class Seedance:
             log_level="warning",
             session_key=os.urandom(32),
         )
-        fds = [worker_handover.fileno(), worker_channel.fileno(), worker_control.fileno()]
+        journal = shared_log.create("bench")
+        self._stack.callback(os.close, journal)
+        fds = [worker_handover.fileno(), worker_channel.fileno(), worker_control.fileno(), journal]
         socket.send_fds(link, [ZYGOTE_ORDERS.encode(Spawn(1, settings))], fds)
         self._worker_pid = expect(link, ZYGOTE_REPORTS, Spawned).pid
         for sock in (worker_handover, worker_channel, worker_control):

@@ -20,6 +20,7 @@ from seedance.daemon import hints as hint_lines
 from seedance.daemon.config import Config
 from seedance.daemon.process import set_name
 from seedance.daemon.processes import Options
+from seedance.daemon.log_store import LogStore
 from seedance.daemon.supervisor import Supervisor
 from seedance.daemon.tenants import read_files
 from seedance.engine import vllm_control
@@ -94,7 +95,10 @@ async def _serve(config: Config, options: Options, *, show_hints: bool) -> None:
         # First of all: a socket belongs to the group in which its process was when it was made.
         kernel = KernelLimits(config.kernel)
         stack.callback(kernel.close)
-        listeners = sockets.Listeners(config.listen, activation.take_sockets())
+        inherited = activation.take()
+        logs = LogStore(inherited.session_logs)
+        stack.callback(logs.close)
+        listeners = sockets.Listeners(config.listen, inherited.sockets)
         stack.callback(listeners.close)
         kernel.check_sockets([sock.fileno() for sock in listeners.sockets])
         kernel.set_ports(listeners.ports)
@@ -103,7 +107,7 @@ async def _serve(config: Config, options: Options, *, show_hints: bool) -> None:
             if show_hints:
                 click.echo(hint_lines.text(config, model, names, hint_lines.seedancectl()))
 
-        await Supervisor(config, kernel, listeners, options, ready).run()
+        await Supervisor(config, kernel, listeners, options, logs, ready).run()
 
 
 def _take_lock(config: Config, stack: contextlib.ExitStack) -> None:

@@ -98,10 +98,12 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     user   whom every process but the supervisor becomes, where the supervisor is root; they stay what they are without
            it.
     group  whose members may use the control socket; root alone without it.
+    drain  at a stop, so long streams may go on to their end, before they are ended, or wait for the next start.
     """
 
     user: str = ""
     group: str = ""
+    drain_s: float = 1.0
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +159,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     threads        CPU threads for computing; all processors but one without it. A GPU does not use them.
     enforce_eager  true skips CUDA graphs and compilation: a quicker start, slower steps. The default on a CPU.
     dtype          "auto", "bfloat16", "float16" or "float32".
+
+    `[engine.failover]`: what becomes of streams when the engine dies. They wait while it is started again, and so do
+    new requests; no token is lost, and none comes twice.
+
+    standby   true keeps a second engine up, warm and idle: streams go on at once, and the memory is needed twice.
+    attempts  starts in a row that may fail before what waits is ended; 3 without it.
+    cpu       an interpreter in whose environment vLLM's CPU build is: when so many starts have failed, an engine on the
+              processor goes on, slowly, until the other one can be started.
+    cpu_kv    memory for its KV cache; 1 GiB without it.
 
     `[engine.gpu]`: the part of a GPU that the engine may have, where others share it.
 
@@ -315,6 +326,12 @@ SCHEMA: Final[Schema] = {
         "threads": Field("threads", whole(1, 4096)),
         "enforce_eager": Field("enforce_eager", flag),
         "dtype": Field("dtype", one_of(["auto", "bfloat16", "float16", "float32"])),
+        "failover": {
+            "standby": Field("standby", flag),
+            "attempts": Field("attempts", whole(1, 1_000)),
+            "cpu": Field("cpu_python", _read_folder),
+            "cpu_kv": Field("cpu_kv_bytes", above_zero(units.parse_size)),
+        },
         "gpu": {
             "device": Field("device", text),
             "threads": Field("threads", _read_part),
@@ -331,7 +348,11 @@ SCHEMA: Final[Schema] = {
             "die_after_steps": Field("die_after_steps", whole(0, 1 << 31)),
         },
     },
-    "daemon": {"user": Field("user", text), "group": Field("group", text)},
+    "daemon": {
+        "user": Field("user", text),
+        "group": Field("group", text),
+        "drain": Field("drain_s", units.parse_duration),
+    },
     "kernel": {
         "limits": Field("limits", one_of(["required", "best_effort", "off"])),
         "name": Field("name", quota.read_name),

@@ -13,6 +13,8 @@ from typing import Final
 
 from seedance.daemon.decoder_table import Entry
 from seedance.daemon.doors.errors import ApiError
+from seedance.daemon.emitted import Emitted
+from seedance.daemon.journal import Journal
 from seedance.daemon.ring.driver import Driver, Flow
 from seedance.daemon.start_queue import StartQueue
 from seedance.daemon.stream import Stream
@@ -24,17 +26,22 @@ from seedance.engine.channel import (
     EngineChanged,
     QueueBound,
     Receiver,
+    Refused,
     SetPaused,
     Submit,
     ToWorker,
     encode,
     pack_singles,
 )
+from seedance.engine.failover import CONTINUED, RESTARTING
 from seedance.engine.request import NOT_URGENT, FinishReason, Sampling, Urgency
 from seedance.errors import RemoteProtocolError
 from seedance.qos.limiter import Refusal, TenantLimiter
 
 _log = logging.getLogger(__name__)
+HOLD_S: Final = 120.0
+"""So long a stream that no session keeps waits for another engine host."""
+_TRANSIENT: Final = ("overloaded", "engine_unavailable")
 _GONE: Final = ApiError(
     "engine_unavailable", "cannot finish this request: the engine went away; it is being restarted, ask again"
 )
@@ -43,7 +50,8 @@ _GONE: Final = ApiError(
 class EngineClient:
     """The streams of one worker; an endpoint of the channel's flow.
 
-    Every stream in here has one place in the limiter, which is freed when it leaves, however it ends.
+    Every stream in here has one place in the limiter, which is freed when it leaves, however it ends. Streams outlive
+    the engine host: those that it had are held, and given to the next one with all that came of them (`resume`).
     """
 
     def __init__(
@@ -53,13 +61,18 @@ class EngineClient:
         clock: Callable[[], float],
         engine_changed: Callable[[EngineChanged], None],
         plain_frame: Callable[[str], bytes],
+        journal: Journal | None = None,
     ) -> None:
         """`plain_frame` makes what goes past the sinks for a text; see `bypass`."""
+        self._journal = journal or Journal()
         self._driver = driver
         self._limiter = limiter
         self._clock = clock
         self._engine_changed = engine_changed
         self._streams: dict[int, Stream] = {}
+        self._emitted = Emitted(self._streams)
+        self._held: dict[int, Stream] = {}
+        self._held_until_s = 0.0
         self._number = 0
         self._unstarted: dict[int, Stream] = {}
         self._queue = StartQueue()
@@ -84,10 +97,10 @@ class EngineClient:
             self._frames = {}
 
     def connect(self, fd: int) -> None:
-        """Use a fresh channel from now on; the last one's streams are lost."""
+        """Use a fresh channel from now on; the last one's streams are held until `resume`."""
         if self._flow is not None:
             self._flow.abort()
-            self._lose_all(_GONE)
+            self._hold(self._streams.values())
         self._receiver = Receiver(ToWorker)
         self._queue.bound = QueueBound(None, 0.0)
         self._flow = self._driver.open(fd, self)
@@ -104,10 +117,52 @@ class EngineClient:
         self, stream: Stream, prompt_token_ids: list[int], sampling: Sampling, urgency: Urgency = NOT_URGENT
     ) -> None:
         """Begin a stream, which has its place in the limiter already; its prompt has been charged."""
+        stream.prompt_token_ids = array.array("I", prompt_token_ids)
+        stream.sampling, stream.urgency = sampling, urgency
+        self._take_in(stream)
+        self._send(Submit(stream.number, prompt_token_ids, sampling, urgency))
+
+    def adopt(self, stream: Stream) -> None:
+        """Take in a stream that another worker had, with what came of it; the engine gets it with the next `resume`."""
+        self._take_in(stream)
+        self._hold([stream])
+
+    def _take_in(self, stream: Stream) -> None:
         self._number = (self._number + 1) % 2**32
         stream.number = self._number
-        self._streams[stream.number] = self._unstarted[stream.number] = stream
-        self._send(Submit(stream.number, prompt_token_ids, sampling, urgency))
+        stream.is_sampled = stream.sampling.temperature > 0
+        self._streams[stream.number] = stream
+        if not stream.token_ids:
+            self._unstarted[stream.number] = stream
+
+    def resume(self) -> None:
+        """Give the engine, which is ready, the streams that are held."""
+        if self._flow is None or not self._held:
+            return
+        self._emitted.fold()
+        held, self._held = self._held, {}
+        for stream in held.values():
+            stream.is_resumed = True
+            prompt, emitted = stream.prompt_token_ids.tolist(), stream.token_ids.tolist()
+            self._send(Submit(stream.number, prompt, stream.sampling, stream.urgency, emitted))
+        paused = [stream.number for stream in held.values() if stream.is_paused]
+        if paused:
+            self._send(SetPaused(paused, True))
+        self._tell(CONTINUED, [stream for stream in held.values() if stream.token_ids])
+
+    def end_overdue(self) -> None:
+        """End what has been held for too long, unless a session keeps it."""
+        if self._held and self._clock() >= self._held_until_s:
+            self._end([stream for stream in self._held.values() if not stream.is_kept], _GONE)
+
+    def fold(self) -> None:
+        """Bring `Stream.token_ids` of all streams up to date."""
+        self._emitted.fold()
+
+    def _hold(self, streams: Iterable[Stream]) -> None:
+        if not self._held:
+            self._held_until_s = self._clock() + HOLD_S
+        self._held.update((stream.number, stream) for stream in streams)
 
     def bypass(self, stream: Stream, fd: int, fell_behind: Callable[[int], None]) -> None:
         """Send what `plain_frame` makes of a plain token's text straight to the flow of `fd`, past the stream's sink.
@@ -145,10 +200,16 @@ class EngineClient:
         if numbers:
             self._send(SetPaused(numbers, is_paused))
 
-    def end_all(self, error: ApiError) -> None:
-        """End every stream with an error."""
-        self._send(Abort(list(self._streams)))
-        self._lose_all(error)
+    def end_all(self, error: ApiError, *, is_kept: bool = True) -> None:
+        """End every stream with an error; with `is_kept` off, those alone that no session keeps."""
+        self._end([stream for stream in self._streams.values() if is_kept or not stream.is_kept], error)
+
+    def _end(self, streams: Sequence[Stream], error: ApiError) -> None:
+        if streams:
+            self._send(Abort([stream.number for stream in streams]))
+        for stream in streams:
+            if self._remove(stream):
+                stream.sink.stream_failed(error)
 
     def close(self) -> None:
         """Close the channel; the host aborts what is left."""
@@ -163,6 +224,7 @@ class EngineClient:
         if self._streams.pop(stream.number, None) is None:
             return False
         self._unstarted.pop(stream.number, None)
+        self._held.pop(stream.number, None)
         fd = stream.bypass_fd
         if fd >= 0:
             self._fds.pop(stream.number, None)
@@ -189,15 +251,25 @@ class EngineClient:
                 self._step_completed(batch)
             elif isinstance(message, EngineChanged):
                 if message.state == EngineState.DEAD:
-                    self.end_all(_GONE)  # what was submitted before this was read may have reached the next engine
+                    # What was submitted before this was read may have reached the next engine; what is held has not.
+                    self._end([stream for stream in self._streams.values() if stream.number not in self._held], _GONE)
                 self._engine_changed(message)
+                if message.note:
+                    self._tell(message.note, list(self._streams.values()))
             elif isinstance(message, QueueBound):
                 self._queue.bound = message
             else:
-                stream = self._streams.get(message.stream)
-                if stream is not None and self._remove(stream):
-                    error = ApiError(message.code, message.message, retry_after_s=message.retry_after_s)
-                    stream.sink.stream_failed(error)
+                self._refused(message)
+
+    def _refused(self, message: Refused) -> None:
+        stream = self._streams.get(message.stream)
+        if stream is None:
+            return
+        if stream.is_resumed and message.code in _TRANSIENT:
+            self._hold([stream])
+        elif self._remove(stream):
+            error = ApiError(message.code, message.message, retry_after_s=message.retry_after_s)
+            stream.sink.stream_failed(error)
 
     def eof_received(self) -> None:
         if self._flow is not None:
@@ -209,8 +281,9 @@ class EngineClient:
     def connection_lost(self, error: OSError | None) -> None:
         if self._flow is not None and self._flow.fd < 0:
             self._flow = None
-            self._lose_all(_GONE)
+            self._hold(self._streams.values())
             self._engine_changed(EngineChanged(EngineState.DEAD, "the engine host went away", None))
+            self._tell(RESTARTING, list(self._streams.values()))
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
@@ -220,6 +293,9 @@ class EngineClient:
         find, texts, counts = self._streams.get, self._texts, self._counts
         find_fd, find_frame = self._fds.get, self._frames.get
         last = len(texts) - 1
+        self._emitted.add(batch)
+        if self._journal.streams:
+            self._journal.tokens(batch)
         fds: list[int] = []
         frames: list[bytes] = []
         tokens = 0
@@ -325,6 +401,13 @@ class EngineClient:
             else:
                 stream.sink.stream_finished(reason)
 
+    def _tell(self, note: str, streams: Iterable[Stream]) -> None:
+        """Tell clients what is going on with the engine."""
+        for stream in streams:
+            if self._streams.get(stream.number) is stream:  # who reads too slowly is cut off by a word more
+                is_drawn_anew = stream.is_sampled and note.startswith(CONTINUED)
+                stream.sink.note_arrived(f"{note}, what comes is drawn anew" if is_drawn_anew else note)
+
     def _quota_exceeded(self) -> None:
         streams = list(self._streams.values())
         self.abort(streams)
@@ -332,9 +415,3 @@ class EngineClient:
             if text := (stream.stop or stream.detokenizer).finish():
                 stream.sink.text_arrived(text)
             stream.sink.stream_finished(FinishReason.QUOTA_EXCEEDED)
-
-    def _lose_all(self, error: ApiError) -> None:
-        streams = list(self._streams.values())
-        for stream in streams:
-            if self._remove(stream):
-                stream.sink.stream_failed(error)

@@ -65,10 +65,11 @@ class EventReader:
 class KeptEvents:
     """A kept stream as the output of an answer: each event that is written is a record."""
 
-    __slots__ = ("_stream",)
+    __slots__ = ("_note", "_stream")
 
     def __init__(self, stream: KeptStream) -> None:
         self._stream = stream
+        self._note = b""
 
     def made_by(self, answer: Answer) -> None:
         """Learn whose output it is: before anything else."""
@@ -89,7 +90,12 @@ class KeptEvents:
 
     def write(self, event: bytes) -> None:
         """Take an event."""
-        self._stream.append(event)
+        self._stream.append(self._note + event)
+        self._note = b""
+
+    def note(self, note: str) -> None:
+        """Tell something beside the text: as a comment within the next event, as it is to have no id of its own."""
+        self._note = sse.comment_line(note)
 
     def end_stream(self) -> None:
         """End the response: the last call."""

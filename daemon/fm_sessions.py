@@ -6,11 +6,13 @@ import asyncio
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 from seedance.daemon.doors import fm
 from seedance.daemon.fm_streams import FmSession
+from seedance.daemon.journal import Journal
+from seedance.daemon.journal_records import SessionRecord
 from seedance.daemon.protocol.fm_messages import Error, Hello, Note
 from seedance.daemon.protocol.fm_session import Options
 from seedance.daemon.protocol.fm_timing import NEVER
@@ -23,6 +25,8 @@ _log = logging.getLogger(__name__)
 DEFAULT_LOG_BYTES: Final = 64 << 20
 """So much all sessions and kept streams of a tenant may hold, or a quarter of its `memory.max` if that is less."""
 _MEMORY_PART: Final = 4
+_LEAVING: Final = "cannot take this session now: the worker is being followed by another one; come back"
+_LEAVING_MS: Final = 100
 _LOOK_S: Final = 1.0
 """So often the bytes of what is kept are counted while a client is away."""
 
@@ -42,9 +46,18 @@ class FmSessions:
     """All sessions of one tenant, and the names of the streams in them; those of kept streams are here, too."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, service: Service, key: bytes, quota: Quota, options: Options
+        self,
+        loop: asyncio.AbstractEventLoop,
+        service: Service,
+        key: bytes,
+        quota: Quota,
+        options: Options,
+        journal: Journal | None = None,
     ) -> None:
-        """`key` is the tenant's own, for resume tokens; `options` are each session's."""
+        """`key` is the tenant's own, for resume tokens; `options` are each session's.
+
+        The sessions that are in the journal, of the worker before this one, wait for their clients.
+        """
         self.loop = loop
         self.service = service
         self.options = options
@@ -53,6 +66,10 @@ class FmSessions:
         self._log: SessionLog[FmSession] = SessionLog(key, quota.session.resume_for_s, log_bytes(quota), os.urandom)
         self._expiry: asyncio.TimerHandle | None = None
         self._touched: list[FmSession] = []
+        self._number = 0
+        self._is_leaving = False
+        self.journal = journal or Journal()
+        self._restore(self.journal.read())
 
     def __len__(self) -> int:
         return len(self._log)
@@ -72,9 +89,14 @@ class FmSessions:
 
     def find(self, hello: Hello) -> FmSession | Error:
         """Return the session that a client asks for, a new one without a token; or what it is told in its place."""
+        if self._is_leaving:
+            return Error(stream=0, code="overloaded", message=_LEAVING, retry_after_ms=_LEAVING_MS)
         if hello.resume_token is None:
-            kept = self._log.add(hello.client_id, lambda name, token: FmSession(self, name, token))
+            self._number += 1
+            number = self._number
+            kept = self._log.add(hello.client_id, lambda *names: FmSession(self, number, hello.client_id, *names))
             kept.item.kept = kept
+            self._tell_count()
             return kept.item
         found = self._log.find(hello.resume_token, hello.client_id, self.loop.time())
         if isinstance(found, Absent):
@@ -93,6 +115,7 @@ class FmSessions:
     def remove(self, kept: Kept[FmSession]) -> None:
         """Keep a session no longer."""
         self._log.remove(kept)
+        self._tell_count()
 
     def stream_began(self, stream: Named) -> None:
         """Take note that there is a stream of this name."""
@@ -118,12 +141,13 @@ class FmSessions:
     def touched(self, session: FmSession) -> None:
         """Have a session's frames sent at the next turn of the loop."""
         if not self._touched:
-            self.loop.call_soon(self._flush)
+            self.loop.call_soon(self.flush)
         self._touched.append(session)
 
     def quota_changed(self, quota: Quota) -> None:
         """Use another quota from now on, also for who is away."""
         self._log.resume_for_s = quota.session.resume_for_s
+        self.journal.set_bound(log_bytes(quota))
         self._await_expiry()
 
     def tell_all(self, note: str) -> None:
@@ -131,17 +155,64 @@ class FmSessions:
         for session in self._log.items():
             session.tell(Note(stream=0, note=note))
 
-    def close(self) -> None:
-        """End everything."""
+    def leave(self) -> None:
+        """Take no client any more: the next worker is theirs, and the journal, too."""
+        self._is_leaving = True
+        self.flush()
+        self.journal.close()
+
+    def park(self) -> None:
+        """Send the clients away; they come back to the next worker, which goes on with their streams."""
+        self._is_leaving = True
         for session in self._log.items():
-            session.end()
+            session.park()
+
+    def close(self) -> None:
+        """Do nothing any more; what is in the journal stays there."""
+        self.leave()
+        for session in self._log.items():
+            session.close()
         if self._expiry is not None:
             self._expiry.cancel()
 
-    def _flush(self) -> None:
+    def _restore(self, saved: Sequence[SessionRecord]) -> None:
+        for record in saved:
+            self._number = max(self._number, record.session)
+            kept = self._log.restore(
+                record.name,
+                record.client_id,
+                lambda name, token, record=record: FmSession(  # type: ignore[misc]
+                    self, record.session, record.client_id, name, token, record
+                ),
+            )
+            kept.item.kept = kept
+            kept.item.restore(record)
+            self.left(kept)
+        if saved:
+            streams = sum(len(record.streams) for record in saved)
+            _log.info("%d sessions with %d streams go on from the journal of the last worker", len(saved), streams)
+        self._tell_count()
+        self.journal.begin(self._everything)
+
+    def _everything(self) -> Iterator[bytes]:
+        """Yield what the journal needs of all that is there now."""
+        self.service.engine.fold()
+        for session in self._log.items():
+            yield session.saved()
+
+    def _tell_count(self) -> None:
+        self.journal.set_count(len(self._log))
+
+    def flush(self) -> None:
+        """Send the frames of all that were touched, once the journal has them.
+
+        What a step of the engine brought is so in one entry with all that came of it.
+        """
         touched, self._touched = self._touched, []
-        for session in touched:
-            session.flush()
+        prepared = [(session, session.prepare()) for session in touched]
+        self.journal.commit()
+        for session, messages in prepared:
+            session.send(messages)
 
     def _await_expiry(self) -> None:
         if self._expiry is not None:
@@ -158,6 +229,6 @@ class FmSessions:
 
 
 def log_bytes(quota: Quota) -> int:
-    """Return how much may be kept for all of a tenant's clients."""
+    """Return how much may be kept for all of a tenant's clients, and in its journal."""
     most_bytes = quota.memory.max_bytes
     return DEFAULT_LOG_BYTES if most_bytes is None else min(DEFAULT_LOG_BYTES, most_bytes // _MEMORY_PART)

@@ -5,31 +5,32 @@ What a step of the engine brings for a session leaves as one WebSocket message, 
 
 from __future__ import annotations
 
+import array
 import asyncio
+import functools
 import logging
-import secrets
 from collections.abc import Sequence
 from typing import Final, Protocol
 
 from seedance.daemon.doors import fm
 from seedance.daemon.doors.errors import ApiError, invalid
-from seedance.daemon.doors.openai_response import Usage
-from seedance.daemon.protocol.fm_messages import Cancel, Hello, Infer, Note, Part
+from seedance.daemon.doors.infer import InferRequest
+from seedance.daemon.fm_answer import FmAnswer, Sessions
+from seedance.daemon.journal import saved
+from seedance.daemon.journal_records import SessionEnded, SessionRecord, StreamBegun, StreamRecord
+from seedance.daemon.protocol.fm_messages import Cancel, Hello, Infer, Note, Part, decode_payload, encode_payload
 from seedance.daemon.protocol.fm_sender import Backpressure
 from seedance.daemon.protocol.fm_server import ServerSession
-from seedance.daemon.protocol.fm_session import Drained, Event, Failed, Options
+from seedance.daemon.protocol.fm_session import Drained, Event, Failed
+from seedance.daemon.protocol.fm_states import State
 from seedance.daemon.protocol.fm_timing import NEVER
 from seedance.daemon.protocol.frame import CloseCode
-from seedance.daemon.service import Answer, Service
 from seedance.daemon.session_log import Kept
-from seedance.daemon.stream import Sink
-from seedance.engine.request import FinishReason, TokenLogprobs
 
 _log = logging.getLogger(__name__)
 
 SESSION_COST_BYTES: Final = 4 << 10
 """What a session or a stream costs beside what is held for its client, roughly: it bounds how many there are."""
-_ID_BYTES: Final = 16
 
 
 class Connection(Protocol):
@@ -49,45 +50,46 @@ class Connection(Protocol):
         """What there was to send has been sent."""
 
 
-class Sessions(Protocol):
-    """What a session needs of the tenant's sessions."""
-
-    loop: asyncio.AbstractEventLoop
-    service: Service
-    options: Options
-
-    @property
-    def resume_for_ms(self) -> int:
-        """How long a session waits for its client."""
-
-    def touched(self, session: FmSession) -> None:
-        """Have a session's frames sent at the next turn of the loop."""
-
-    def left(self, kept: Kept[FmSession]) -> None:
-        """Take note that a session's client is away."""
-
-    def remove(self, kept: Kept[FmSession]) -> None:
-        """Keep a session no longer."""
-
-    def stream_began(self, answer: FmAnswer) -> None:
-        """Take note that there is a stream of this name."""
-
-    def stream_ended(self, id: str) -> None:
-        """Take note that a stream is over."""
-
-    def cancel(self, id: str) -> bool:
-        """End a stream of any session; tells whether there is one, or was."""
-
-
 class FmSession:
     """One session and its streams; `kept` is its entry in the log of sessions."""
 
-    __slots__ = ("_answers", "_connection", "_is_touched", "_sessions", "_timer", "kept", "protocol")
+    __slots__ = (
+        "_answers",
+        "_client_id",
+        "_connection",
+        "_is_known",
+        "_is_touched",
+        "_sessions",
+        "_timer",
+        "kept",
+        "number",
+        "protocol",
+    )
 
     kept: Kept[FmSession]
 
-    def __init__(self, sessions: Sessions, name: str, token: str) -> None:
-        self.protocol = ServerSession(name, token, sessions.resume_for_ms, options=sessions.options)
+    def __init__(
+        self,
+        sessions: Sessions,
+        number: int,
+        client_id: str,
+        name: str,
+        token: str,
+        record: SessionRecord | None = None,
+    ) -> None:
+        """`number` is its own in the journal, and `record` what that has of it; `restore` is to follow then."""
+        next_seq, expected_seq = (1, 1) if record is None else (record.acked_seq + 1, record.expected_seq)
+        self.protocol = ServerSession(
+            name,
+            token,
+            sessions.resume_for_ms,
+            next_seq=next_seq,
+            expected_seq=expected_seq,
+            options=sessions.options,
+        )
+        self.number = number
+        self._client_id = client_id
+        self._is_known = False  # to the journal
         self._sessions = sessions
         self._answers: dict[int, FmAnswer] = {}
         self._connection: Connection | None = None
@@ -109,6 +111,70 @@ class FmSession:
         """Whether its client has anything still to come."""
         return bool(self._answers) or self.protocol.held_bytes > 0
 
+    # -- the journal --------------------------------------------------------------------------------------------------
+
+    def saved(self) -> bytes:
+        """Return all that the journal needs of it; nothing before its first HELLO."""
+        if not self._is_known:
+            return b""
+        unsaved, waiting, waiting_bytes = self.protocol.all_saved()
+        record = self._record()
+        record.streams = [answer.saved(waiting_bytes.get(answer.number, 0)) for answer in self._answers.values()]
+        return saved(record, unsaved, waiting)
+
+    def restore(self, record: SessionRecord) -> None:
+        """Be what the journal has; streams go on when there is an engine."""
+        self._is_known = True
+        self.protocol.restore(
+            record.encoding,
+            record.payload_bytes,
+            record.last_stream,
+            record.frames,
+            record.waiting,
+            [stream.number for stream in record.streams],
+        )
+        for stream in record.streams:
+            answer = FmAnswer(self._sessions, self, stream.number, stream)
+            self._answers[stream.number] = answer
+            self._sessions.stream_began(answer)
+            self._sessions.service.expect(functools.partial(self._resume, answer, stream))
+
+    def _record(self) -> SessionRecord:
+        protocol = self.protocol
+        return SessionRecord(
+            self.number, protocol.session_id, self._client_id, protocol.encoding, protocol.payload_bytes
+        )
+
+    def _save(self) -> None:
+        unsaved = self.protocol.take_unsaved()
+        if unsaved is not None:
+            self._sessions.journal.changes(self.number, unsaved)
+
+    def _resume(self, answer: FmAnswer, record: StreamRecord) -> None:
+        """Go on with a stream that another worker had, now that there is an engine."""
+        service = self._sessions.service
+        answer.record = None
+        if answer.cancelled:
+            service.release(1)
+            return
+        infer = decode_payload(record.infer, 0, len(record.infer))
+        assert isinstance(infer, Infer)
+        request = fm.parse(infer)
+        if record.sampling is None:
+            self._begin(request, answer)
+            return
+        prompt, token_ids = (array.array("I", data) for data in (record.prompt_token_ids, record.token_ids))
+        try:
+            text = service.resume(request, answer, record.model, prompt, record.sampling, token_ids)
+        except ApiError as error:
+            answer.stream_failed(error)
+            return
+        answer.streams[0].cached_tokens = record.cached_tokens
+        rest = text.encode()[answer.text_bytes :]
+        if rest:
+            answer.data_arrived(rest)
+        self.touch()
+
     # -- the connection -----------------------------------------------------------------------------------------------
 
     def connect(self, connection: Connection, hello: Hello) -> None:
@@ -119,6 +185,10 @@ class FmSession:
         self._connection = connection
         self.protocol.resume_for_ms = self._sessions.resume_for_ms
         self.protocol.connect(hello, self._sessions.loop.time())
+        if not self._is_known and self.protocol.state is State.CONNECTED and self._sessions.journal.is_kept:
+            self._is_known = True
+            self.protocol.save_from_now()
+            self._sessions.journal.note(self._record())
         self._act()
         self.flush()
 
@@ -137,17 +207,33 @@ class FmSession:
 
     def touch(self) -> None:
         """Have what there is to send sent soon."""
-        if not self._is_touched and self._connection is not None:
+        if not self._is_touched and (self._connection is not None or self.protocol.has_unsaved()):
             self._is_touched = True
             self._sessions.touched(self)
 
     def flush(self) -> None:
         """Send what there is to send."""
+        if not self._is_touched:
+            self._is_touched = True
+            self._sessions.touched(self)
+        self._sessions.flush()
+
+    def prepare(self) -> list[bytes]:
+        """Return what there is to send, once the journal is committed: `send` is to follow then."""
         self._is_touched = False
+        self._save()
+        if self._connection is None:
+            return []
+        messages = self.protocol.data_to_send(self._sessions.loop.time())
+        self._save()
+        return messages
+
+    def send(self, messages: Sequence[bytes]) -> None:
+        """Send what `prepare` returned."""
         connection = self._connection
         if connection is None:
             return
-        for message in self.protocol.data_to_send(self._sessions.loop.time()):
+        for message in messages:
             connection.send_message(message)
         if self._connection is not connection:
             return  # it was so slow that it was given up
@@ -193,6 +279,7 @@ class FmSession:
     def stream_ended(self, answer: FmAnswer, last: Backpressure) -> None:
         """Take note that a stream is over; `last` is what sending its last frame gave."""
         del self._answers[answer.number]
+        answer.over()
         self._sessions.stream_ended(answer.id)
         self.pressed(last)
         self.touch()
@@ -201,11 +288,27 @@ class FmSession:
         """End the session and all its streams; nobody is told."""
         for answer in self._answers.values():
             self._sessions.service.cancel(answer)
+            answer.over()
             self._sessions.stream_ended(answer.id)
         self._answers.clear()
         self._connection = None
         self.protocol.close()
         self._sessions.remove(self.kept)
+        self.close()
+        if self._is_known:
+            self._sessions.journal.note(SessionEnded(self.number))
+            self._sessions.flush()
+
+    def park(self) -> None:
+        """Send the client away, to come back."""
+        connection = self._connection
+        if connection is not None:
+            self.flush()
+            self.disconnected(connection)
+            connection.end(CloseCode.GOING_AWAY)
+
+    def close(self) -> None:
+        """Do nothing any more by itself."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -238,10 +341,17 @@ class FmSession:
             return
         self._answers[message.stream] = answer
         self._sessions.stream_began(answer)
+        record = StreamRecord(message.stream, answer.id, encode_payload(message), answer.begun_s)
+        answer.infer = record.infer
+        self._sessions.journal.note(StreamBegun(self.number, record))
         # Before any work is done for it: a client that goes away in the middle of that knows what to come back for.
         self.pressed(self.protocol.accept(message.stream, answer.id))
         fd = -1 if self._connection is None else self._connection.fd
         answer.urgency = service.urgency(fd, request.deadline_ms)
+        self._begin(request, answer)
+
+    def _begin(self, request: InferRequest, answer: FmAnswer) -> None:
+        service = self._sessions.service
         if request.messages is None:
             assert request.prompt is not None
             service.begin(request, [request.prompt], answer)
@@ -259,69 +369,3 @@ class FmSession:
     def _set_paused(self, is_paused: bool) -> None:
         streams = [stream for answer in self._answers.values() for stream in answer.streams]
         self._sessions.service.engine.set_paused(streams, is_paused)
-
-
-class FmAnswer(Answer):
-    """One stream of a session, and its own sink; `id` is its name for all of the tenant's clients."""
-
-    __slots__ = ("_begun_s", "_first_s", "_session", "_sessions", "id", "number")
-
-    def __init__(self, sessions: Sessions, session: FmSession, number: int) -> None:
-        super().__init__()
-        self._sessions = sessions
-        self._session = session
-        self._begun_s = sessions.loop.time()
-        self._first_s: float | None = None
-        self.number = number
-        self.id = secrets.token_urlsafe(_ID_BYTES)
-
-    def sink(self, index: int) -> Sink:
-        return self
-
-    def started(self) -> None:
-        """See `service.Answer`; ACCEPT has told it already."""
-
-    def failed(self, error: ApiError) -> None:
-        self.stream_failed(error)
-
-    def cancelled_by_client(self) -> None:
-        """End with what there is."""
-        self._sessions.service.cancel(self)
-        self.stream_finished(FinishReason.ABORT)
-
-    def text_arrived(self, text: str) -> None:
-        if self._first_s is None:
-            self._first_s = self._sessions.loop.time()
-        session = self._session
-        pressure = session.protocol.send_tokens(self.number, text.encode())
-        session.touch()
-        if pressure is Backpressure.REFUSED:
-            self._sessions.service.cancel(self)
-            self.stream_failed(ApiError("overloaded", "cannot go on: too much waits already for this client"))
-        elif pressure:
-            session.pressed(pressure)
-
-    def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
-        raise AssertionError("no request with log probabilities is taken")
-
-    def stream_finished(self, reason: FinishReason) -> None:
-        usage = Usage(
-            self.prompt_tokens,
-            sum(stream.output_tokens for stream in self.streams),
-            sum(stream.cached_tokens for stream in self.streams),
-        )
-        retry_after_s = None
-        if reason is FinishReason.QUOTA_EXCEEDED:
-            retry_after_s = self._sessions.service.retry_after_s()
-        end = fm.end(self.number, reason, usage, self._slo(), retry_after_s)
-        self._session.stream_ended(self, self._session.protocol.end_stream(end))
-
-    def stream_failed(self, error: ApiError) -> None:
-        last = self._session.protocol.fail_stream(fm.error(error, self.number))
-        self._session.stream_ended(self, last)
-
-    def _slo(self) -> dict[str, float]:
-        slo = {"total_ms": 1000 * (self._sessions.loop.time() - self._begun_s)}
-        if self._first_s is not None:
-            slo["first_token_ms"] = 1000 * (self._first_s - self._begun_s)
-        return slo

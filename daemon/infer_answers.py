@@ -70,6 +70,10 @@ class _InferAnswer(Answer):
         """See `stream.Sink`."""
         raise NotImplementedError
 
+    def note_arrived(self, note: str) -> None:
+        """See `stream.Sink`."""
+        raise NotImplementedError
+
     def stream_finished(self, reason: FinishReason) -> None:
         """See `stream.Sink`."""
         retry_after_s = self._service.retry_after_s() if reason is FinishReason.QUOTA_EXCEEDED else None
@@ -131,6 +135,10 @@ class DirectAnswer(_InferAnswer):
             else:
                 openai_response.extend_logprobs(self._logprobs, logprobs)
 
+    def note_arrived(self, note: str) -> None:
+        if self._parts is None:
+            self._connection.send(frame_text(self._builder.note(note)))
+
     def last_message(self, reason: FinishReason, usage: Usage, retry_after_s: float | None) -> bytes:
         if self._parts is None:
             return self._builder.finish(reason, usage, retry_after_s)
@@ -171,6 +179,9 @@ class KeptAnswer(_InferAnswer):
     def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
         logprobs = openai_response.chat_logprobs(positions, self._service.vocabulary)
         self._append(self._builder.delta_logprobs(text, logprobs))
+
+    def note_arrived(self, note: str) -> None:
+        self._append(self._builder.note(note))
 
     def end(self, last_message: bytes) -> None:
         self._stream.append(last_message)

@@ -258,7 +258,7 @@ GatewayReport = GatewayReady | WorkerWanted | GatewayStatistics
 
 
 class Spawn(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """supervisor → zygote, with three descriptors (handover, engine channel, control): fork a worker."""
+    """supervisor → zygote, with four descriptors (handover, engine channel, control, journal): fork a worker."""
 
     worker: int
     settings: WorkerSettings

@@ -6,10 +6,11 @@ really makes progress, so that what hangs for good does not look alive (`Watchdo
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 _LONGEST_STATUS: Final = 500
@@ -17,6 +18,23 @@ _LONGEST_STATUS: Final = 500
 
 def notify(**fields: str | int) -> bool:
     """Send fields such as READY=1 or STATUS=…; returns whether a manager listens. Never raises or blocks."""
+    return _send(fields)
+
+
+def store(name: str, fd: int) -> bool:
+    """Have the manager keep a descriptor, for the process after this one; returns whether a manager listens.
+
+    It is not watched for an end, as what is stored here has none. `name` holds no colon.
+    """
+    return _send({"FDSTORE": 1, "FDNAME": name, "FDPOLL": 0}, (fd,))
+
+
+def discard(name: str) -> bool:
+    """Have the manager keep no descriptor of that name any more; returns whether a manager listens."""
+    return _send({"FDSTOREREMOVE": 1, "FDNAME": name})
+
+
+def _send(fields: Mapping[str, str | int], fds: Sequence[int] = ()) -> bool:
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return False
@@ -24,7 +42,8 @@ def notify(**fields: str | int) -> bool:
         address = "\0" + address[1:]
     text = "".join(f"{name}={value}\n" for name, value in fields.items())
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sock:
-        sock.sendto(text.encode(), address)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        sock.sendmsg([text.encode()], rights, 0, address)
     return True
 
 

@@ -220,6 +220,9 @@ class _EventSink:
         self._offset += sum(map(len, logprobs.get("tokens", ())))
         self._write(self._builder.delta_logprobs(text, logprobs))
 
+    def note_arrived(self, note: str) -> None:
+        self._answer.write(sse.comment(note))
+
     def stream_finished(self, reason: FinishReason) -> None:
         self.is_over = True
         self._answer.write(self._answer.last_event(self._builder, reason))
@@ -262,6 +265,9 @@ class _KeptSink(_EventSink):
     def __init__(self, answer: _StreamedAnswer, builder: ChatStream | CompletionStream, events: KeptEvents) -> None:
         super().__init__(answer, builder)
         self._events = events
+
+    def note_arrived(self, note: str) -> None:
+        self._events.note(note)
 
     def _write(self, event: bytes) -> None:
         refusal = self._events.refusal
@@ -339,6 +345,9 @@ class _TextSink:
             self.logprobs = logprobs
         else:
             openai_response.extend_logprobs(self.logprobs, logprobs)
+
+    def note_arrived(self, note: str) -> None:
+        """Nobody reads before the end."""
 
     def stream_finished(self, reason: FinishReason) -> None:
         self.reason = reason

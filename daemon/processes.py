@@ -46,6 +46,7 @@ from seedance.daemon.notify import Watchdog
 from seedance.daemon.privileges import find_account
 from seedance.daemon.process import Start
 from seedance.daemon.secret import cache_salt, session_key
+from seedance.daemon.log_store import LogStore
 from seedance.daemon.sockets import Listeners
 from seedance.daemon.tenants import TenantTable
 from seedance.daemon.workers import Workers
@@ -73,7 +74,6 @@ MAX_CONNECTIONS: Final = 100_000
 MAX_GREETING: Final = 1024
 MAX_WAITING: Final = 1024
 
-_DRAIN_S: Final = 1.0
 _CHILD_GRACE_S: Final = 1.0
 _ENGINE_GRACE_S: Final = 5.0
 
@@ -100,6 +100,7 @@ class Processes:
         tenants: TenantTable,
         kernel: KernelLimits,
         secret: bytes,
+        logs: LogStore,
         changed: Callable[[], None],
     ) -> None:
         self.engine = EngineChanged(EngineState.STARTING, "", None)
@@ -120,12 +121,15 @@ class Processes:
         user = config.daemon.user if os.geteuid() == 0 else ""
         self._account = find_account(user, config.path) if user else None
         self._oom_kills: dict[str, int] = {}
-        self._wanted: set[str] = set()  # tenants that need a worker as soon as there is a zygote
+        for tenant in set(logs.tenants) - set(tenants.quotas):
+            logs.drop(tenant)
+        # Tenants that need a worker as soon as there is a zygote: those that have sessions from before.
+        self._wanted = {tenant for tenant in logs.tenants if logs.sessions(tenant)}
         self._query = 0
         self._survey = Survey()
         self._watchdog: Watchdog | None = None
         self._reaper = Reaper(asyncio.get_running_loop())
-        self.workers = Workers(self, self._reaper)
+        self.workers = Workers(self, self._reaper, logs)
         host, zygote, gateway = (
             ["seedance.daemon." + name, *Start(options.log_level, config.daemon.user).arguments()]
             for name in ("engine_host", "zygote", "gateway")
@@ -147,7 +151,7 @@ class Processes:
         if self._gateway.is_running:
             self.to_gateway(StopAccepting())
         self._gateway.let_end()
-        await asyncio.gather(self.workers.stop(_DRAIN_S), self._gateway.wait_gone(_CHILD_GRACE_S))
+        await asyncio.gather(self.workers.stop(self._config.daemon.drain_s), self._gateway.wait_gone(_CHILD_GRACE_S))
         await asyncio.gather(
             self._gateway.stop(_CHILD_GRACE_S), self._zygote.stop(_CHILD_GRACE_S), self._host.stop(_ENGINE_GRACE_S)
         )

@@ -6,9 +6,10 @@ Long prompts are tokenised in a thread, so that the other streams of the tenant 
 
 from __future__ import annotations
 
+import array
 import asyncio
 import concurrent.futures
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from seedance.daemon.detokenizer import Vocabulary
@@ -24,12 +25,16 @@ from seedance.daemon.tokenizer import Tokenizer
 from seedance.daemon.urgency import urgency
 from seedance.engine.adapter import EngineState
 from seedance.engine.channel import EngineChanged
-from seedance.engine.request import NOT_URGENT, ModelInfo, Urgency
+from seedance.engine.request import NOT_URGENT, ModelInfo, Sampling, Urgency
 from seedance.errors import SeedanceError
 from seedance.qos.limiter import TenantLimiter, check_context
 from seedance.qos.quota import Quota
 
 Prompt = str | list[int]
+DRAIN_RETRY_S: Final = 2.0
+"""Whoever asks while the service is being stopped may ask again so soon: a restart takes no longer without a model."""
+_SERVING: Final = frozenset((EngineState.READY, EngineState.RECOVERING))
+"""While an engine recovers, requests wait for it as those do that run."""
 INLINE_CHARACTERS: Final = 8192
 """Up to this size a prompt is tokenised at once: a thread would cost more than the millisecond that it takes."""
 
@@ -76,6 +81,7 @@ class Service:
         self.model: ModelInfo | None = None
         self.engine: EngineClient
         self.draining = False
+        self._expected: list[Callable[[], None]] = []
 
     def engine_changed(
         self, change: EngineChanged, tokenizer: Tokenizer | None, defaults: SamplingDefaults | None
@@ -86,6 +92,25 @@ class Service:
             self.model, self._tokenizer = change.model, tokenizer
             self.engine.use_vocabulary(() if tokenizer is None else tokenizer.vocabulary.entries)
             self._defaults = defaults or SamplingDefaults()
+        self.resume_all()
+
+    def resume_all(self) -> None:
+        """Go on with the streams that another worker or engine had, if there is an engine now."""
+        if self._engine_state in _SERVING and self._tokenizer is not None:
+            expected, self._expected = self._expected, []
+            for resume in expected:
+                resume()
+            self.engine.resume()
+
+    def expect(self, resume: Callable[[], None]) -> None:
+        """Take a place for a stream that another worker had; `resume` is called when there is an engine for it."""
+        self._limiter.stream_resumed()
+        self._expected.append(resume)
+
+    @property
+    def model_name(self) -> str:
+        """The name of what is served, "" while it is not known."""
+        return "" if self.model is None else self.model.name
 
     def quota_changed(self, quota: Quota) -> None:
         """Use another quota from now on; what runs goes on."""
@@ -95,8 +120,9 @@ class Service:
     def require_engine(self) -> tuple[ModelInfo, Tokenizer]:
         """Return the model and its tokenizer. Raises ApiError while there is no engine to serve it."""
         if self.draining:
-            raise ApiError("overloaded", "cannot take a new request: this tenant's service is being stopped")
-        if self._engine_state is not EngineState.READY or self.model is None or self._tokenizer is None:
+            text = "cannot take a new request: this tenant's service is being stopped"
+            raise ApiError("overloaded", text, retry_after_s=DRAIN_RETRY_S)
+        if self._engine_state not in _SERVING or self.model is None or self._tokenizer is None:
             raise ApiError("engine_unavailable", f"cannot serve now: the engine is {self._engine_state.value}")
         return self.model, self._tokenizer
 
@@ -182,7 +208,7 @@ class Service:
             try:
                 token_ids = done.result()
                 if answer.cancelled:
-                    self._release(choices)
+                    self.release(choices)
                 else:
                     self._submit(request, token_ids, answer)
             except SeedanceError as exc:
@@ -213,17 +239,8 @@ class Service:
                 submits.append((token_ids, parameters))
         answer.prompt_tokens = sum(map(len, prompts))  # once for all choices, as OpenAI counts
         self._charge_prompt(answer.prompt_tokens)
-        stop = request.stop_strings()
         for index, (token_ids, parameters) in enumerate(submits):
-            include = bool(request.include_stop_str_in_output)
-            detokenizer = tokenizer.detokenizer(token_ids)
-            stopping = None
-            if stop:
-                stopping = StopDetokenizer(detokenizer, stop, include_stop=include, min_tokens=parameters.min_tokens)
-            stream = Stream(answer.sink(index), detokenizer, stopping)
-            if not include:
-                stream.hidden_token_ids = parameters.stop_token_ids
-            answer.streams.append(stream)
+            answer.streams.append(self._stream(request, answer, index, tokenizer, token_ids, parameters))
         for stream, (token_ids, parameters) in zip(answer.streams, submits, strict=True):
             self.engine.submit(stream, token_ids, parameters, answer.urgency)
         answer.started()
@@ -238,12 +255,63 @@ class Service:
             )
         self._limiter.charge(now, prompt_tokens=prompt_tokens)
 
+    def resume(
+        self,
+        request: Parameters,
+        answer: Answer,
+        model_name: str,
+        prompt_token_ids: array.array[int],
+        parameters: Sampling,
+        token_ids: array.array[int],
+    ) -> str:
+        """Go on with a stream that another worker had, which was expected; returns all its text so far.
+
+        Raises ApiError when that is impossible.
+        """
+        assert self._tokenizer is not None
+        if model_name != self.model_name:
+            self.release(1)
+            text = f"cannot go on with a stream of model '{model_name}': '{self.model_name}' is served now"
+            raise ApiError("engine_unavailable", text)
+        stream = self._stream(request, answer, 0, self._tokenizer, prompt_token_ids, parameters)
+        stream.prompt_token_ids, stream.sampling, stream.token_ids = prompt_token_ids, parameters, token_ids
+        stream.output_tokens = len(token_ids)
+        # What has ended a stream has no text; then the end itself was not told.
+        ended = bool(token_ids) and token_ids[-1] in stream.hidden_token_ids
+        told = stream.stop or stream.detokenizer
+        text = told.feed(token_ids[: len(token_ids) - ended])
+        stream.plain = stream.stop is None and stream.detokenizer.is_plain
+        answer.streams.append(stream)
+        self.engine.adopt(stream)
+        answer.started()
+        return text
+
+    def _stream(
+        self,
+        request: Parameters,
+        answer: Answer,
+        index: int,
+        tokenizer: Tokenizer,
+        token_ids: Sequence[int],
+        parameters: Sampling,
+    ) -> Stream:
+        include = bool(request.include_stop_str_in_output)
+        detokenizer = tokenizer.detokenizer(token_ids)
+        stopping = None
+        if stop := request.stop_strings():
+            stopping = StopDetokenizer(detokenizer, stop, include_stop=include, min_tokens=parameters.min_tokens)
+        stream = Stream(answer.sink(index), detokenizer, stopping)
+        if not include:
+            stream.hidden_token_ids = parameters.stop_token_ids
+        return stream
+
     def _fail(self, answer: Answer, error: SeedanceError, choices: int) -> None:
-        self._release(choices)
+        self.release(choices)
         if not answer.cancelled:
             answer.failed(api_error(error))
 
-    def _release(self, choices: int) -> None:
+    def release(self, choices: int) -> None:
+        """Free the places of so many streams that do not run."""
         for _ in range(choices):
             self._limiter.stream_ended()
 

@@ -121,6 +121,12 @@ class SessionLog(Generic[T]):
         kept = self._kept[name] = Kept(name, token, make(name, token))
         return kept
 
+    def restore(self, name: str, client_id: str, make: Callable[[str, str], T]) -> Kept[T]:
+        """Keep what had a name in another process, whose key was the same; its client is there until it `left`."""
+        token = self._token(name, client_id)
+        kept = self._kept[name] = Kept(name, token, make(name, token))
+        return kept
+
     def find(self, token: str, client_id: str, now: float) -> Kept[T] | Absent:
         """Return what a client may go on with."""
         name = token.partition(".")[0]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from seedance.daemon.detokenizer import Detokenizer
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.stop_strings import StopDetokenizer
-from seedance.engine.request import FinishReason, TokenLogprobs
+from seedance.engine.request import NOT_URGENT, FinishReason, Sampling, TokenLogprobs
 
 
 class Sink(Protocol):
@@ -19,6 +20,9 @@ class Sink(Protocol):
 
     def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
         """Take more text, which may be empty, with the log probabilities of the tokens behind it."""
+
+    def note_arrived(self, note: str) -> None:
+        """Take what is going on with the engine; no text is lost by it."""
 
     def stream_finished(self, reason: FinishReason) -> None:
         """All text has come: the last call."""
@@ -38,7 +42,10 @@ class Stream:
     its own stands for just that text: nothing is held back before it, nothing is looked for in it. `bypass_fd` is the
     descriptor of the flow that takes such a token's frame past the sink (see `EngineClient.bypass`), -1 for none.
     `output_tokens` lacks the tokens that went this way until the stream has left the engine client. `is_paused` says
-    that the engine was told to leave it out.
+    that the engine was told to leave it out, `is_sampled` that its tokens are drawn by chance.
+
+    `prompt_token_ids`, `sampling`, and `token_ids` of all that came (see `emitted`) are what another engine goes on
+    from. `is_kept` says that it waits for one for as long as it takes, `is_resumed` that one has been asked to.
     """
 
     __slots__ = (
@@ -47,13 +54,22 @@ class Stream:
         "detokenizer",
         "fell_behind",
         "hidden_token_ids",
+        "is_kept",
         "is_paused",
+        "is_resumed",
+        "is_sampled",
         "number",
         "output_tokens",
         "plain",
+        "prompt_token_ids",
+        "sampling",
         "sink",
         "stop",
+        "token_ids",
+        "urgency",
     )
+
+    sampling: Sampling
 
     def __init__(self, sink: Sink, detokenizer: Detokenizer, stop: StopDetokenizer | None) -> None:
         """`stop`, if any, wraps the detokenizer and is fed in its place."""
@@ -62,9 +78,12 @@ class Stream:
         self.detokenizer = detokenizer
         self.stop = stop
         self.plain = stop is None and detokenizer.is_plain
-        self.is_paused = False
+        self.is_paused = self.is_kept = self.is_resumed = self.is_sampled = False
         self.bypass_fd = -1
         self.fell_behind: Callable[[int], None] = _nobody
         self.output_tokens = 0
         self.cached_tokens = 0
         self.hidden_token_ids: tuple[int, ...] = ()
+        self.prompt_token_ids = array.array("I")
+        self.token_ids = array.array("I")
+        self.urgency = NOT_URGENT

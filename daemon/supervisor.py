@@ -23,6 +23,7 @@ from seedance.daemon.privileges import find_group
 from seedance.daemon.process import adopt_orphans, age_s
 from seedance.daemon.processes import Options, Processes
 from seedance.daemon.secret import load_secret
+from seedance.daemon.log_store import LogStore
 from seedance.daemon.tenants import Changes, TenantTable
 from seedance.daemon.watch import FolderWatch
 from seedance.errors import ConfigError, KernelError
@@ -47,9 +48,10 @@ class Supervisor:
         kernel: KernelLimits,
         listeners: sockets.Listeners,
         options: Options,
+        logs: LogStore,
         ready: Callable[[str, list[str]], None] | None = None,
     ) -> None:
-        """`ready(model, listeners)` is called when the daemon first can serve.
+        """`logs` are the sessions from before. `ready(model, listeners)` is called when the daemon first can serve.
 
         Raises ConfigError or OSError when the tenants' folder or the state folder cannot be used.
         """
@@ -63,7 +65,7 @@ class Supervisor:
         self._log_changes(self._tenants.reload())
         self._log_limits_off()
         secret = load_secret(Path(config.paths.state) / "secret")
-        self._processes = Processes(config, options, listeners, self._tenants, kernel, secret, self._changed)
+        self._processes = Processes(config, options, listeners, self._tenants, kernel, secret, logs, self._changed)
         self._announced = False
         self._devices_timer: asyncio.TimerHandle | None = None
         self._stop = asyncio.Event()

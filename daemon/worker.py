@@ -23,9 +23,10 @@ from seedance.daemon.doors import infer
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.engine_client import EngineClient
 from seedance.daemon.fm_door import FmConnection
-from seedance.daemon.fm_sessions import FmSessions
+from seedance.daemon.fm_sessions import FmSessions, log_bytes
 from seedance.daemon.infer_answers import plain_frame
 from seedance.daemon.infer_door import EchoConnection, InferConnection, WebSocketConnection
+from seedance.daemon.journal import Journal
 from seedance.daemon.kept_streams import KeptStreams
 from seedance.daemon.links import (
     LAST_WORDS_S,
@@ -57,7 +58,8 @@ from seedance.daemon.protocol.http import Phase
 from seedance.daemon.ring.driver import Driver, Flow
 from seedance.daemon.ring.loop import new_loop
 from seedance.daemon.sampling_defaults import load_sampling_defaults
-from seedance.daemon.service import Service
+from seedance.daemon.service import DRAIN_RETRY_S, Service
+from seedance.daemon.shared_log import SharedLog
 from seedance.daemon.tokenizer_cache import tokenizer_in
 from seedance.engine.channel import EngineChanged
 from seedance.engine.packets import PacketSocket
@@ -81,6 +83,7 @@ class Worker:
         driver: Driver,
         links: tuple[socket.socket, socket.socket, socket.socket],
         settings: WorkerSettings,
+        journal: Journal | None = None,
     ) -> None:
         handover, engine, control = links
         self._loop = loop
@@ -110,17 +113,17 @@ class Worker:
         if settings.limiter is not None:
             self._limiter.restore(settings.limiter, loop.time(), time.time())
         self.service = Service(loop, settings.quota, self._limiter)
-        self.service.engine = EngineClient(driver, self._limiter, loop.time, self._engine_changed, plain_frame)
+        self.service.engine = EngineClient(driver, self._limiter, loop.time, self._engine_changed, plain_frame, journal)
         self.service.engine.connect(engine.detach())
-        self._engine_changed(settings.engine)
         options = Options(
             payload_bytes=max(settings.worker.max_message_bytes, fm_frame.MIN_PAYLOAD_BYTES),
             bound_bytes=self.max_backlog_bytes,
         )
-        self.sessions = FmSessions(loop, self.service, settings.session_key, settings.quota, options)
+        self.sessions = FmSessions(loop, self.service, settings.session_key, settings.quota, options, journal)
         self.streams = KeptStreams(
             loop, self.service, settings.session_key, settings.quota, self.sessions, self.max_backlog_bytes
         )
+        self._engine_changed(settings.engine)
         self._handover = PacketSocket(handover, loop, self._handed_over, self._handover_closed)
         self._control = PacketSocket(control, loop, self._ordered, self._finish)
         self._report(WorkerReady(driver.statistics().driver))
@@ -218,10 +221,13 @@ class Worker:
             elif pings:
                 connection.tick()
         self._tell_limiter()
+        self.service.resume_all()
+        self.service.engine.end_overdue()
         idle_s = now - self._idle_since_s
         is_idle = not self._connections and not len(self.sessions) and not len(self.streams)
         if is_idle and not self._idle_told and idle_s >= self._settings.worker.idle_timeout_s:
             self._idle_told = True
+            self.sessions.leave()
             self._report(WorkerIdle())
         if not self.finished.done():
             self._loop.call_later(self._tick_s, self._tick)
@@ -317,8 +323,13 @@ class Worker:
         self._leave()
 
     def _end_streams(self) -> None:
-        """Tell every client whose stream still runs; the last of them to close its connection ends the worker."""
-        self.service.engine.end_all(ApiError("overloaded", "cannot finish this request: the service is being stopped"))
+        """Tell every client whose stream still runs; the last of them to close its connection ends the worker.
+
+        Streams of sessions are not ended: they stay in the journal, for the next worker.
+        """
+        text = "cannot finish this request: the service is being stopped"
+        self.service.engine.end_all(ApiError("overloaded", text, retry_after_s=DRAIN_RETRY_S), is_kept=False)
+        self.sessions.park()
         self._loop.call_later(LAST_WORDS_S, self._finish)
 
     def _leave(self) -> None:
@@ -371,14 +382,21 @@ class _Leaving:
         self._lost()
 
 
-def run(handover: socket.socket, engine: socket.socket, control: socket.socket, settings: WorkerSettings) -> int:
-    """Be the worker of a tenant until there is nothing left to do; returns the exit status."""
+def run(
+    handover: socket.socket, engine: socket.socket, control: socket.socket, journal_fd: int, settings: WorkerSettings
+) -> int:
+    """Be the worker of a tenant until there is nothing left to do; returns the exit status.
+
+    `journal_fd` is the tenant's `shared_log`, or -1: its sessions then end with the worker.
+    """
     # What the thread that tokenises long prompts may keep the loop waiting for, each time it wants to go on.
     sys.setswitchinterval(_SWITCH_S)
     loop, driver = new_loop(settings.worker.io)
     asyncio.set_event_loop(loop)
     try:
-        worker = Worker(loop, driver, (handover, engine, control), settings)
+        bound_bytes = log_bytes(settings.quota)
+        journal = Journal(SharedLog(journal_fd) if journal_fd >= 0 else None, bound_bytes)
+        worker = Worker(loop, driver, (handover, engine, control), settings, journal)
         gc.collect()
         gc.freeze()
         loop.run_until_complete(worker.finished)

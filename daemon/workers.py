@@ -45,6 +45,7 @@ from seedance.daemon.links import (
     ZygoteOrder,
 )
 from seedance.daemon.ring.driver import DriverStatistics
+from seedance.daemon.log_store import LogStore
 from seedance.engine.host_link import Attach, Detach, ToHost
 from seedance.engine.packets import PacketSocket, pair
 from seedance.engine.request import TenantContext
@@ -56,6 +57,9 @@ _log = logging.getLogger(__name__)
 
 REMOVED_TENANT_DRAIN_S: Final = 10.0
 _KILL_AFTER_S: Final = 2.0
+# A worker that ends earlier than this, so many times in a row, may do so because of what is in its journal.
+_EARLY_S: Final = 1.0
+_EARLY_ENDS: Final = 4
 # A connection waits so long for its tenant's worker to be started again; behind a longer pause it is refused.
 _LONGEST_WAIT_S: Final = 1.0
 
@@ -102,6 +106,7 @@ class Worker:
         self.channel = 0
         self.pid = 0
         self.pidfd = -1
+        self.started_s = 0.0
         self.driver = ""
         self.leaving = False
         self.connections = 0
@@ -138,12 +143,15 @@ class Worker:
 class Workers:
     """All workers; `current` is the one of each tenant that gets its new connections."""
 
-    def __init__(self, neighbours: Neighbours, reaper: Reaper) -> None:
+    def __init__(self, neighbours: Neighbours, reaper: Reaper, logs: LogStore) -> None:
+        """`logs` holds the journals, from which a worker goes on with the sessions of the last one."""
         self.current: dict[str, Worker] = {}
         self.used: dict[str, LimiterStatistics] = {}
         self._loop = asyncio.get_running_loop()
         self._neighbours = neighbours
         self._reaper = reaper
+        self._logs = logs
+        self._early_ends: dict[str, int] = {}
         self._workers: dict[int, Worker] = {}
         self._backoffs: dict[str, Backoff] = {}
         self._not_before_s: dict[str, float] = {}
@@ -194,7 +202,9 @@ class Workers:
             )
             their_engine = stack.enter_context(self._attach_engine(worker, quota))
             settings = self._neighbours.worker_settings(quota, self._limiters.get(quota.tenant))
-            fds = their_handover.fileno(), their_engine.fileno(), their_control.fileno()
+            journal = self._logs.of(quota.tenant)
+            fds = their_handover.fileno(), their_engine.fileno(), their_control.fileno(), journal
+            worker.started_s = self._loop.time()
             self._neighbours.to_zygote(Spawn(worker.number, settings), *fds)
         self._number = worker.number
         self._workers[worker.number] = self.current[quota.tenant] = worker
@@ -233,6 +243,7 @@ class Workers:
     def tenant_removed(self, tenant: str) -> None:
         """End the tenant's workers soon, whatever they do."""
         self._limiters.pop(tenant, None)
+        self._logs.drop(tenant)
         self.used.pop(tenant, None)
         if self._of(tenant):
             self._removed.add(tenant)
@@ -369,12 +380,28 @@ class Workers:
         self._neighbours.to_host(Detach(worker.channel))
         if not worker.leaving:
             now = self._loop.time()
-            self._not_before_s[worker.tenant] = now + self._backoffs[worker.tenant].ended(now)
+            pause_s = self._backoffs[worker.tenant].ended(now)
+            self._not_before_s[worker.tenant] = now + pause_s
+            self._follow(worker, now, pause_s)
+        elif not self._logs.sessions(worker.tenant) and worker.tenant not in self.current:
+            self._logs.drop(worker.tenant)
         if not worker.pid:  # it was never forked: nobody will tell how it ended
             self._workers.pop(worker.number, None)
             self._check_all_gone()
             if not worker.leaving:
                 self._neighbours.worker_wanted(worker.tenant)
+
+    def _follow(self, worker: Worker, now: float, pause_s: float) -> None:
+        """Start another worker when this one has left sessions; they do not wait for a connection."""
+        tenant = worker.tenant
+        early = self._early_ends.get(tenant, 0) + 1 if now - worker.started_s < _EARLY_S else 0
+        self._early_ends[tenant] = early
+        sessions = self._logs.sessions(tenant)
+        if sessions and early >= _EARLY_ENDS:
+            _log.error("the worker of tenant '%s' keeps ending: its %d sessions are given up", tenant, sessions)
+            self._logs.drop(tenant)
+        elif sessions and worker.pid:
+            self._loop.call_later(pause_s, self._neighbours.worker_wanted, tenant)
 
     def _check_all_gone(self) -> None:
         if not self._workers:

@@ -46,10 +46,10 @@ from seedance.errors import RemoteProtocolError
 
 _log = logging.getLogger(__name__)
 
-_SPAWN_DESCRIPTORS: Final = 3
+_SPAWN_DESCRIPTORS: Final = 4
 _CRASHED: Final = 70  # EX_SOFTWARE of sysexits.h
 
-Run = Callable[[socket.socket, socket.socket, socket.socket, WorkerSettings], int]
+Run = Callable[[socket.socket, socket.socket, socket.socket, int, WorkerSettings], int]
 
 
 class Zygote:
@@ -147,8 +147,9 @@ def _be_worker(run_worker: Run, settings: WorkerSettings, fds: list[int]) -> Non
         set_name(name)
         shorten_slice(WORKER_SLICE_S)
         start_logging(name, settings.log_level, tenant=settings.quota.tenant)
-        handover, engine, control = (socket.socket(fileno=fd) for fd in fds)
-        status = run_worker(handover, engine, control, settings)
+        *links, journal_fd = fds
+        handover, engine, control = (socket.socket(fileno=fd) for fd in links)
+        status = run_worker(handover, engine, control, journal_fd, settings)
     except BaseException:
         _log.exception("the worker crashed")
     finally:

@@ -23,12 +23,16 @@ StreamNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """worker → host: begin a generation; `stream` is the worker's number for it, unique on its channel."""
+    """worker → host: begin a generation; `stream` is the worker's number for it, unique on its channel.
+
+    `emitted_token_ids` are those that it brought already, elsewhere: it goes on behind them.
+    """
 
     stream: StreamNumber
     prompt_token_ids: list[int]
     sampling: Sampling
     urgency: Urgency = NOT_URGENT
+    emitted_token_ids: list[int] = []
 
 
 class Abort(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -79,12 +83,15 @@ def pack_singles(flat: Iterable[int]) -> bytes:
 class EngineChanged(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """host → worker: the engine's state, and the model while there is one; sent first on every channel.
 
-    With state "dead" every generation of the channel is lost; the worker ends its streams.
+    With "recovering" the engine has died, and another one will go on with every generation: there is a pause, and what
+    is submitted meanwhile waits. With "dead" every generation of the channel is lost; the worker ends its streams.
+    `note` is what the clients of streams that run are told of it, empty for nothing.
     """
 
     state: str
     detail: str
     model: ModelInfo | None
+    note: str = ""
 
 
 class Refused(msgspec.Struct, tag=5, array_like=True, frozen=True):

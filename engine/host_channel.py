@@ -10,7 +10,7 @@ import array
 import asyncio
 import socket
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from seedance.engine.backlog import Backlog
 from seedance.engine.channel import (
@@ -20,13 +20,17 @@ from seedance.engine.channel import (
     QueueBound,
     Receiver,
     Refused,
+    Submit,
     ToHost,
     encode,
     pack_singles,
 )
 from seedance.engine.host_link import ChannelStatistics
-from seedance.engine.request import Sampling, TenantContext
+from seedance.engine.request import TenantContext
 from seedance.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from seedance.engine.engines import Engine
 
 _RECEIVE_BYTES: Final = 256 << 10
 # A worker that does not read its refusals is not read from either.
@@ -36,20 +40,44 @@ _MAX_MESSAGE_BACKLOG_BYTES: Final = 256 << 10
 class Generation:
     """The record of a running generation: enough to continue it elsewhere. Append only.
 
-    `prompt_token_ids` and `token_ids` (those emitted so far) are arrays of unsigned 32-bit ids.
+    `engine` has it, None while it waits for one; `deaths` counts engines that died with it.
+    `prompt_token_ids` and `token_ids` (those emitted so far, here or elsewhere) are arrays of unsigned 32-bit ids.
     """
 
-    __slots__ = ("channel", "key", "prompt_token_ids", "sampling", "stream", "token_ids")
+    __slots__ = (
+        "channel",
+        "deaths",
+        "engine",
+        "is_paused",
+        "key",
+        "prompt_token_ids",
+        "sampling",
+        "stream",
+        "token_ids",
+        "urgency",
+    )
 
-    def __init__(
-        self, key: int, channel: Channel, stream: int, prompt_token_ids: Iterable[int], sampling: Sampling
-    ) -> None:
+    def __init__(self, key: int, channel: Channel, wish: Submit) -> None:
+        """Raises OverflowError when a token id has more than 32 bits."""
         self.key = key
         self.channel = channel
-        self.stream = stream
-        self.prompt_token_ids = array.array("I", prompt_token_ids)
-        self.sampling = sampling
-        self.token_ids = array.array("I")
+        self.stream = wish.stream
+        self.prompt_token_ids = array.array("I", wish.prompt_token_ids)
+        self.sampling = wish.sampling
+        self.urgency = wish.urgency
+        self.token_ids = array.array("I", wish.emitted_token_ids)
+        self.engine: Engine | None = None
+        self.deaths = 0
+        self.is_paused = False
+
+
+def by_engine(generations: Iterable[Generation]) -> Iterable[tuple[Engine, list[int]]]:
+    """Return the keys of generations, by the engine that has them."""
+    keys: dict[Engine, list[int]] = {}
+    for generation in generations:
+        if generation.engine is not None:
+            keys.setdefault(generation.engine, []).append(generation.key)
+    return keys.items()
 
 
 class ChannelOwner(Protocol):

@@ -307,6 +307,10 @@ class TenantLimiter:
         assert self._streams > 0, "a stream ended that was never admitted"
         self._streams -= 1
 
+    def stream_resumed(self) -> None:
+        """Take a place for a stream that was admitted in another process; `stream_ended` frees it."""
+        self._streams += 1
+
     def charge(self, now: float, output_tokens: int = 0, *, prompt_tokens: int = 0) -> bool:
         """Use up LLM tokens; False once a window is empty: the tenant's streams then end with `quota_exceeded`."""
         tokens = output_tokens + prompt_tokens

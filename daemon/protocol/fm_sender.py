@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from itertools import islice
 from typing import Final
 
-from seedance.daemon.protocol.fm_frame import HEADER_BYTES, TOKENS_PREFIX_BYTES, frame, tokens_frame
+from seedance.daemon.protocol.fm_frame import HEADER_BYTES, TOKENS_PREFIX_BYTES, Kind, frame, tokens_frame
 
 DEFAULT_BOUND_BYTES: Final = 1 << 20
 FRAME_COST_BYTES: Final = HEADER_BYTES + 64
@@ -27,6 +28,7 @@ MERGED_BYTES: Final = 16 << 10
 """Deltas are merged up to here."""
 
 _PAUSE_PART: Final = 4
+_LAST: Final = (Kind.END, Kind.ERROR)
 _CONTINUATION: Final = range(0x80, 0xC0)
 
 
@@ -57,7 +59,9 @@ class Sender:
     """Frames of one session in one direction.
 
     `next_seq` is the next number to be given, `acked_seq` the last that the peer has, `held_bytes` what counts against
-    the bound. `credit` frames may be under way; it is 0 while there is no connection.
+    the bound. `credit` frames may be under way; it is 0 while there is no connection. `unsaved` takes what began to
+    wait, for who keeps a journal, and None for who keeps none: a payload, and for a stream's last one the stream and
+    its text that waits before it.
     """
 
     __slots__ = (
@@ -76,6 +80,7 @@ class Sender:
         "frames_resent",
         "held_bytes",
         "next_seq",
+        "unsaved",
     )
 
     def __init__(self, bound_bytes: int = DEFAULT_BOUND_BYTES, next_seq: int = 1) -> None:
@@ -94,6 +99,7 @@ class Sender:
         self._mergeable: dict[int, _Delta] = {}  # of each stream, the last that waits, if it is TOKENS
         self._fresh: list[bytes] = []
         self._resend: set[int] = set()
+        self.unsaved: list[tuple[int, bytes, bytes]] | None = None
 
     def __len__(self) -> int:
         """Return how many frames are under way."""
@@ -145,6 +151,9 @@ class Sender:
         self.held_bytes += len(payload) + FRAME_COST_BYTES
         if self._waiting or len(self._kept) >= self.credit:
             self._mergeable.pop(stream, None)
+            if self.unsaved is not None:
+                is_last = payload[0] in _LAST
+                self.unsaved.append((stream * is_last, self._waiting_text(stream) if is_last else b"", payload))
             self._waiting.append(payload)
         else:
             self._number(payload)
@@ -170,6 +179,9 @@ class Sender:
         delta.data += data
         self.held_bytes += len(data)
         return self._pressure()
+
+    def _waiting_text(self, stream: int) -> bytes:
+        return b"".join([item.data for item in self._waiting if isinstance(item, _Delta) and item.stream == stream])
 
     def _pressure(self) -> Backpressure:
         if self.held_bytes < self._pause_bytes:
@@ -262,6 +274,43 @@ class Sender:
         self._resend = set(range(last_seq + 1, self.next_seq))
         self.credit = credit
         return True
+
+    # What a journal keeps.
+
+    def kept_from(self, seq: int) -> bytes:
+        """Return all frames under way from this one on, put together."""
+        kept = self._kept
+        frames = self.next_seq - seq
+        return kept[-1] if frames == 1 else b"".join(islice(kept, len(kept) - frames, None))
+
+    def waiting(self, running: Container[int]) -> list[tuple[int, bytes]]:
+        """Return what waits, in order: payloads, with 0, and text of streams that are over, with their number."""
+        return [
+            (item.stream, bytes(item.data)) if isinstance(item, _Delta) else (0, item)
+            for item in self._waiting
+            if not (isinstance(item, _Delta) and item.stream in running)
+        ]
+
+    def waiting_bytes(self) -> dict[int, int]:
+        """Return how much text of each stream waits."""
+        sizes: dict[int, int] = {}
+        for item in self._waiting:
+            if isinstance(item, _Delta):
+                sizes[item.stream] = sizes.get(item.stream, 0) + len(item.data)
+        return sizes
+
+    def restore(self, frames: Sequence[bytes], waiting: Sequence[tuple[int, bytes, bytes]]) -> None:
+        """Have what another sender had under way behind `acked_seq`, and what waited; of a text its prefix, too."""
+        for framed in frames:
+            self._kept.append(framed)
+            self.next_seq += 1
+            self.held_bytes += len(framed) - HEADER_BYTES + FRAME_COST_BYTES
+        for stream, prefix, data in waiting:
+            if stream:
+                self._merge(stream, prefix, data)
+            else:
+                self._waiting.append(data)
+                self.held_bytes += len(data) + FRAME_COST_BYTES
 
     def _release(self, seq: int) -> None:
         kept, frames = self._kept, seq - self.acked_seq

@@ -6,8 +6,8 @@ resume token up and goes on with `ServerSession.connect`, or refuses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Final, NamedTuple
 
 import msgspec
 
@@ -46,6 +46,20 @@ class HelloReceived(msgspec.Struct, frozen=True):
     """A client asks for a session, new or known."""
 
     hello: Hello
+
+
+class Unsaved(NamedTuple):
+    """What has become of a session since the last time, for a journal.
+
+    `waiting` is what began to wait (`Sender.unsaved`); `frames` were numbered, from `first_seq` on.
+    """
+
+    waiting: list[tuple[int, bytes, bytes]]
+    acked_seq: int
+    expected_seq: int
+    last_stream: int
+    first_seq: int
+    frames: bytes
 
 
 class ServerOpening:
@@ -125,6 +139,7 @@ class ServerSession(Session):
         "_encoding",
         "_hello",
         "_last_stream",
+        "_saved",
         "_streams",
         "epoch",
         "resume_for_ms",
@@ -155,6 +170,7 @@ class ServerSession(Session):
         self._hello: Hello | None = None
         self._streams: dict[int, bytes] = {}  # number → what its TOKENS begin with
         self._last_stream = 0
+        self._saved = next_seq, expected_seq
 
     @property
     def streams(self) -> frozenset[int]:
@@ -307,6 +323,64 @@ class ServerSession(Session):
 
     def _trigger(self, code: str) -> Trigger:
         return Trigger.LOST  # the session is there for a client that does better
+
+    # What a journal keeps, so that another process can go on.
+
+    @property
+    def payload_bytes(self) -> int:
+        """Return the largest payload, as agreed on."""
+        return self._payload_bytes
+
+    def save_from_now(self) -> None:
+        """Begin to keep what `take_unsaved` returns."""
+        self._sender.unsaved = []
+        self._saved = self._sender.next_seq, self._receiver.expected_seq
+
+    def has_unsaved(self) -> bool:
+        """Tell whether something waits that was not saved."""
+        return bool(self._sender.unsaved)
+
+    def take_unsaved(self) -> Unsaved | None:
+        """Return what is to be saved before anything of it leaves; None for nothing."""
+        sender, waiting = self._sender, self._sender.unsaved
+        now = sender.next_seq, self._receiver.expected_seq
+        if waiting is None or (now == self._saved and not waiting):
+            return None
+        (first_seq, _), self._saved, sender.unsaved = self._saved, now, []
+        frames = sender.kept_from(first_seq) if first_seq < now[0] else b""
+        return Unsaved(waiting, sender.acked_seq, now[1], self._last_stream, first_seq, frames)
+
+    def all_saved(self) -> tuple[Unsaved, list[tuple[int, bytes]], dict[int, int]]:
+        """Return all that a session is but its streams: as though nothing had been saved yet, with what waits apart.
+
+        That is payloads, with 0, and text of streams that are over, with their number. Last, how much text of each
+        stream waits.
+        """
+        self.save_from_now()
+        sender = self._sender
+        first_seq = sender.acked_seq + 1
+        frames = sender.kept_from(first_seq) if len(sender) else b""
+        saved = Unsaved([], first_seq - 1, self._receiver.expected_seq, self._last_stream, first_seq, frames)
+        return saved, sender.waiting(self._streams), sender.waiting_bytes()
+
+    def restore(
+        self,
+        encoding: int,
+        payload_bytes: int,
+        last_stream: int,
+        frames: Sequence[bytes],
+        waiting: Iterable[tuple[int, bytes]],
+        streams: Iterable[int],
+    ) -> None:
+        """Become what another process had, which has begun with the same sequences; `streams` are not over."""
+        self._encoding = Encoding(encoding)
+        self._payload_bytes = payload_bytes
+        self._sender.agree(payload_bytes)
+        self._last_stream = last_stream
+        items = [(stream, tokens_prefix(stream, encoding) if stream else b"", data) for stream, data in waiting]
+        self._sender.restore(frames, items)
+        for stream in streams:
+            self._streams[stream] = tokens_prefix(stream, encoding)
 
     @property
     def is_parked(self) -> bool:

@@ -138,11 +138,10 @@ def test_a_killed_gateway_leaves_streams_and_workers_alone(daemon: Daemon) -> No
 def test_a_killed_engine_host_comes_back_for_the_same_workers(daemon: Daemon) -> None:
     daemon.text("acme")
     worker, host = daemon.tenant("acme").worker_pid, daemon.child("engine host")
-    stream = daemon.client("acme").chat(MESSAGES, model="synthetic", max_tokens=10_000)
+    stream = daemon.client("acme").chat(MESSAGES, model="synthetic", max_tokens=100)
     next(stream)
     os.kill(host.pid, signal.SIGKILL)
-    with pytest.raises(ApiRefused):
-        list(stream)
+    assert "".join(stream)
     wait_until(lambda: _answers(daemon, "acme"))
     assert daemon.tenant("acme").worker_pid == worker
     assert daemon.child("engine host").pid not in (0, host.pid)

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
+from support.fd_store import FdStore
 
 from seedance.daemon import control
 from seedance.daemon.client import Client
@@ -57,8 +58,13 @@ class Daemon:
         io: str = "auto",
         idle_timeout: str = "5min",
         tables: Mapping[str, Mapping[str, Any]] | None = None,
+        store: FdStore | None = None,
     ) -> None:
-        """`tables` are tables of the configuration, for what differs from the usual."""
+        """`tables` are tables of the configuration, for what differs from the usual.
+
+        `store` is what a service manager keeps for it, and gives it at each start.
+        """
+        self._store = store
         self.folder = folder
         self.config = folder / "seedanced.toml"
         self.keys: dict[str, str] = {}
@@ -85,25 +91,33 @@ class Daemon:
 
         `timeout_s` is for each of its steps that it tells of.
         """
-        path = self.folder / "notify.sock"
-        path.unlink(missing_ok=True)
         self._address = ""
         started = time.monotonic()
+        if self._store is not None:
+            self._store.ready.clear()
+            with self._store.handed(self._command()) as (command, fds), self.log.open("ab") as log:
+                self._spawn(command, self._store.path, log, fds)
+            assert self._store.ready.wait(timeout_s)
+            return time.monotonic() - started
+        path = self.folder / "notify.sock"
+        path.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications, self.log.open("ab") as log:
             notifications.bind(str(path))
             notifications.settimeout(timeout_s)
-            environment = {**os.environ, "NOTIFY_SOCKET": str(path), _MARK: self._mark}
-            environment.pop("JOURNAL_STREAM", None)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "seedance.daemon", "--config", str(self.config), "--hints"],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            self._spawn(self._command(), path, log)
             while b"READY=1" not in notifications.recv(4096):
                 pass
         return time.monotonic() - started
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-m", "seedance.daemon", "--config", str(self.config), "--hints"]
+
+    def _spawn(self, command: list[str], notify: Path, log: IO[bytes], fds: Collection[int] = ()) -> None:
+        environment = {**os.environ, "NOTIFY_SOCKET": str(notify), _MARK: self._mark}
+        environment.pop("JOURNAL_STREAM", None)
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=fds
+        )
 
     @property
     def pid(self) -> int:
@@ -198,7 +212,7 @@ class Daemon:
         self.signal(signal.SIGTERM)
         assert self.wait() == 0
         assert self.processes() == []
-        assert [path for path in self.folder.rglob("*") if path.is_socket()] == [self.folder / "notify.sock"]
+        assert {path.name for path in self.folder.rglob("*") if path.is_socket()} <= {"notify.sock"}
 
     def close(self) -> None:
         """End whatever is left of it, by force."""

@@ -59,7 +59,7 @@ class Events:
     def take(self, block: bytes) -> None:
         """Take one event, without its empty line."""
         assert not self.is_done
-        id, data = block.split(b"\n")
+        id, data = [line for line in block.split(b"\n") if not line.startswith(b":")]
         assert id == b"id: %b:%d" % (self.token.encode(), self.seq + 1)
         self.seq += 1
         if data == b"data: [DONE]":

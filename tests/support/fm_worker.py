@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 
 from support.virtual_time import VirtualTimeLoop
@@ -12,11 +13,13 @@ from seedance.daemon import tokenizer
 from seedance.daemon.engine_client import EngineClient
 from seedance.daemon.fm_sessions import FmSessions
 from seedance.daemon.fm_streams import FmSession
+from seedance.daemon.journal import Journal
 from seedance.daemon.protocol.fm_client import ClientSession
 from seedance.daemon.protocol.fm_messages import Accept, End, Error, Hello, Infer, Message, Note, Tokens
 from seedance.daemon.protocol.fm_server import HelloReceived, ServerOpening
 from seedance.daemon.protocol.fm_session import Options
 from seedance.daemon.service import Service
+from seedance.daemon.shared_log import SharedLog
 from seedance.engine.adapter import EngineState
 from seedance.engine.channel import Batch, Delta, EngineChanged, Receiver, ToHost, encode, pack_singles
 from seedance.engine.request import FinishReason, ModelInfo
@@ -55,9 +58,18 @@ class FmWorker:
     """A worker's part that FM is; what a door needs of its worker, too."""
 
     def __init__(
-        self, *, resume_for_s: float = 10.0, memory_bytes: int | None = None, bound_bytes: int = 64 << 10
+        self,
+        *,
+        resume_for_s: float = 10.0,
+        memory_bytes: int | None = None,
+        bound_bytes: int = 64 << 10,
+        log_fd: int | None = None,
+        is_ready: bool = True,
     ) -> None:
+        """`log_fd` is the log that its journal is in, which stays the caller's."""
         self.loop = VirtualTimeLoop()
+        self.log = None if log_fd is None else SharedLog(os.dup(log_fd))
+        self.journal = Journal(self.log)
         self.driver = FakeDriver()
         self.quota = Quota(
             tenant="acme",
@@ -66,14 +78,28 @@ class FmWorker:
         )
         limiter = TenantLimiter(self.quota)
         self.service = Service(self.loop, self.quota, limiter)
-        self.service.engine = EngineClient(self.driver, limiter, self.loop.time, lambda change: None, str.encode)
+        self.service.engine = EngineClient(
+            self.driver, limiter, self.loop.time, lambda change: None, str.encode, self.journal
+        )
         self.service.engine.connect(10)
-        self.service.engine_changed(EngineChanged(EngineState.READY, "", MODEL), TOKENIZER, None)
-        self.sessions = FmSessions(self.loop, self.service, KEY, self.quota, Options(bound_bytes=bound_bytes))
+        options = Options(bound_bytes=bound_bytes)
+        self.sessions = FmSessions(self.loop, self.service, KEY, self.quota, options, self.journal)
+        if is_ready:
+            self.ready()
         self.max_backlog_bytes = bound_bytes
         self.leaving = False
         self.forgotten: list[object] = []
         self._receiver: Receiver[ToHost] = Receiver(ToHost)
+
+    def ready(self, model: ModelInfo = MODEL) -> None:
+        """Have an engine."""
+        self.service.engine_changed(EngineChanged(EngineState.READY, "", model), TOKENIZER, None)
+
+    def die(self) -> None:
+        """Write nothing any more, not even what was to be written next."""
+        assert self.log is not None
+        self.log.close()
+        self.loop.close()
 
     def forget(self, connection: object) -> None:
         self.forgotten.append(connection)
@@ -162,13 +188,17 @@ class FmPeer:
             for message in arrived:
                 self.sizes.append(len(message))
                 self.client.receive_data(message, now)
-            self.said += [event for event in self.client.events_received() if isinstance(event, Message)]
+            self.take()
             asked = self.client.data_to_send(now) if self.connection.end_code is None else []
             for message in asked:
                 self.session.message_received(message)
             self.worker.wait()
             if not arrived and not asked and not self.connection.messages:
                 break
+
+    def take(self) -> None:
+        """Keep what the client was told."""
+        self.said += [event for event in self.client.events_received() if isinstance(event, Message)]
 
     def text(self, stream: int) -> str:
         """Return the text of a stream so far."""

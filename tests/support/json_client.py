@@ -50,7 +50,7 @@ class JsonStream:
             self.seq += 1
             if "delta" in message:
                 self.text += message["delta"]
-            else:
+            elif "note" not in message:
                 self.last = message
 
     async def wait(self, condition: Callable[[JsonStream], bool]) -> None:

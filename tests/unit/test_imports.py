@@ -20,7 +20,8 @@ HEAVY_ALLOWED: Final = frozenset(("seedance.engine.gguf", "seedance.engine.vllm_
 
 # fmt: off
 PURE: Final = (
-    "seedance.daemon.doors", "seedance.daemon.history", "seedance.daemon.protocol", "seedance.daemon.session_log",
+    "seedance.daemon.doors", "seedance.daemon.emitted", "seedance.daemon.history", "seedance.daemon.journal_records",
+    "seedance.daemon.protocol", "seedance.daemon.session_log",
     "seedance.engine.accounting", "seedance.engine.admission",
     "seedance.engine.bucket", "seedance.engine.cost", "seedance.engine.decode_group", "seedance.engine.fairness",
     "seedance.engine.planner", "seedance.engine.policy", "seedance.engine.preemption", "seedance.engine.request",

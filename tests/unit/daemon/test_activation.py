@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from seedance.daemon.activation import take_sockets
+from seedance.daemon import shared_log
+from seedance.daemon.activation import take
 from seedance.daemon.config import Address, ListenConfig
 from seedance.daemon.network_settings import NetworkSettings
 from seedance.daemon.sockets import Listeners
@@ -40,11 +41,12 @@ def datagram() -> socket.socket:
 
 
 @contextlib.contextmanager
-def handed(*sockets: socket.socket) -> Iterator[None]:
+def handed(*sockets: socket.socket | int) -> Iterator[None]:
     """Put copies where a manager would; afterwards none is open any more."""
     for position, sock in enumerate(sockets):
-        os.dup2(sock.fileno(), FIRST + position, inheritable=True)
-        sock.close()
+        fd = sock if isinstance(sock, int) else sock.detach()
+        os.dup2(fd, FIRST + position, inheritable=True)
+        os.close(fd)
     yield
     for position in range(len(sockets)):
         with pytest.raises(OSError, match="Bad file descriptor"):
@@ -54,11 +56,12 @@ def handed(*sockets: socket.socket) -> Iterator[None]:
 def test_listening_sockets_are_taken_once_and_for_this_process_alone() -> None:
     environ = environment(2, "http:http")
     with handed(listener(), listener()):
-        sockets = take_sockets(environ, FIRST)
+        sockets, logs = take(environ, FIRST)
+        assert logs == {}
         assert environ == {"HOME": "/"}
         assert [sock.fileno() for sock in sockets] == [FIRST, FIRST + 1]
         assert not any(os.get_inheritable(sock.fileno()) or sock.getblocking() for sock in sockets)
-        assert take_sockets(environ, FIRST) == []
+        assert take(environ, FIRST) == ([], {})
         with socket.create_connection(sockets[1].getsockname()):
             sockets[1].setblocking(True)
             sockets[1].accept()[0].close()
@@ -71,7 +74,7 @@ def test_listening_sockets_are_taken_once_and_for_this_process_alone() -> None:
     [{}, environment(1, pid=1), environment(0), environment(1) | {"LISTEN_FDS": "x"}, environment(1, pid=0)],
 )
 def test_what_is_for_another_process_is_left_alone(environ: dict[str, str]) -> None:
-    assert take_sockets(environ, FIRST) == []
+    assert take(environ, FIRST) == ([], {})
     assert "LISTEN_FDS" not in environ
 
 
@@ -86,7 +89,7 @@ def test_what_is_for_another_process_is_left_alone(environ: dict[str, str]) -> N
 def test_one_that_cannot_serve_is_the_units_fault(make: Callable[[], socket.socket], why: str) -> None:
     with handed(listener(), make()):
         with pytest.raises(ConfigError) as raised:
-            take_sockets(environment(2, "http:quic.socket"), FIRST)
+            take(environment(2, "http:quic.socket"), FIRST)
         assert str(raised.value) == (
             f"cannot use 'quic.socket': cannot serve on descriptor {FIRST + 1}: {why}; use ListenStream= with Accept=no"
         )
@@ -97,9 +100,25 @@ def test_no_socket_at_all() -> None:
     os.dup2(fd, FIRST)
     os.close(fd)
     with pytest.raises(ConfigError, match="'seedanced.socket': .* it is no socket"):
-        take_sockets(environment(1), FIRST)
+        take(environment(1), FIRST)
     with pytest.raises(ConfigError, match="was announced: Bad file descriptor"):
-        take_sockets(environment(1), FIRST)
+        take(environment(1), FIRST)
+
+
+def test_what_was_stored_comes_back_by_its_name() -> None:
+    with handed(listener(), shared_log.create("test")):
+        sockets, logs = take(environment(2, "http:sessions-acme.co"), FIRST)
+        assert [sock.fileno() for sock in sockets] == [FIRST]
+        assert logs == {"acme.co": FIRST + 1}
+        assert not os.get_inheritable(FIRST + 1)
+        assert os.fstat(FIRST + 1).st_size == shared_log.LOG_BYTES
+        sockets[0].close()
+        os.close(FIRST + 1)
+
+
+def test_a_socket_that_cannot_serve_takes_what_was_stored_with_it() -> None:
+    with handed(shared_log.create("test"), datagram()), pytest.raises(ConfigError, match="no stream socket"):
+        take(environment(2, "sessions-acme:http"), FIRST)
 
 
 def test_they_stand_in_the_place_of_the_configured_ones(tmp_path: Path) -> None:
@@ -116,7 +135,7 @@ def test_they_stand_in_the_place_of_the_configured_ones(tmp_path: Path) -> None:
         at={name: NetworkSettings(congestion="reno", send_buffer_bytes=128 << 10, backlog=9)},
     )
     with handed(tcp, unix):
-        listeners = Listeners(config, take_sockets(environment(2), FIRST))
+        listeners = Listeners(config, take(environment(2), FIRST).sockets)
         assert listeners.names == [name, f"unix:{path}"]
         first, second = listeners.settings()
         assert (first.settings["send_buffer"], first.settings["keepalive"]) == ("128KiB", "30s")
@@ -127,7 +146,7 @@ def test_they_stand_in_the_place_of_the_configured_ones(tmp_path: Path) -> None:
 
 
 def test_the_place_is_the_third_descriptor_of_a_fresh_process() -> None:
-    code = "from seedance.daemon.activation import take_sockets; print([s.getsockname()[1] for s in take_sockets()])"
+    code = "from seedance.daemon.activation import take; print([s.getsockname()[1] for s in take().sockets])"
     with listener() as sock:
         port = sock.getsockname()[1]
         # The shell's pid is the one of what it becomes, as it is between systemd's fork and its exec.

@@ -24,7 +24,7 @@ from seedance.daemon.config import (
     parse,
 )
 from seedance.daemon.network_settings import NetworkSettings
-from seedance.engine.settings import EngineSettings, SyntheticSettings
+from seedance.engine.settings import EngineSettings, FailoverSettings, SyntheticSettings
 from seedance.errors import ConfigError
 from seedance.qos.gpu import GpuPart
 from seedance.qos.quota import BUILT_IN_CLASSES
@@ -65,6 +65,11 @@ trace = "1MiB"
 threads = 2
 enforce_eager = true
 dtype = "float32"
+[engine.failover]
+standby = true
+attempts = 5
+cpu = "/opt/cpu/bin/python"
+cpu_kv = "4GiB"
 [engine.gpu]
 device = "MIG-1"
 threads = "50%"
@@ -93,6 +98,7 @@ ping_interval = "500ms"
 [daemon]
 user = "seedance"
 group = "adm"
+drain = "20s"
 [kernel]
 limits = "best_effort"
 name = "other"
@@ -147,6 +153,7 @@ def test_full_file() -> None:
         threads=2,
         enforce_eager=True,
         dtype="float32",
+        failover=FailoverSettings(standby=True, attempts=5, cpu_python="/opt/cpu/bin/python", cpu_kv_bytes=4 << 30),
         gpu=GpuPart(device="MIG-1", threads=0.5, memory_bytes=20 << 30, mps_directory="/run/other"),
         synthetic=SyntheticSettings(
             seed=7,
@@ -167,7 +174,7 @@ def test_full_file() -> None:
         max_backlog_bytes=64 << 10,
     )
     assert config.http == HttpConfig(head_timeout_s=1.0, body_timeout_s=2.0, idle_timeout_s=3.0, ping_interval_s=0.5)
-    assert config.daemon == DaemonConfig(user="seedance", group="adm")
+    assert config.daemon == DaemonConfig(user="seedance", group="adm", drain_s=20)
     assert config.kernel == KernelSettings(
         limits="best_effort",
         name="other",

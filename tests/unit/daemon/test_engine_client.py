@@ -7,7 +7,7 @@ from support.worker_parts import FakeDriver, FakeFlow, FakeSink
 
 from seedance.daemon import tokenizer
 from seedance.daemon.doors.errors import ApiError
-from seedance.daemon.engine_client import EngineClient
+from seedance.daemon.engine_client import HOLD_S, EngineClient
 from seedance.daemon.stop_strings import StopDetokenizer
 from seedance.daemon.stream import Stream
 from seedance.engine.channel import (
@@ -25,6 +25,7 @@ from seedance.engine.channel import (
     encode,
     pack_singles,
 )
+from seedance.engine.failover import CONTINUED, RESTARTING
 from seedance.engine.request import FinishReason, Sampling, TokenLogprobs
 from seedance.qos.limiter import TenantLimiter
 from seedance.qos.quota import Quota, TokenQuota
@@ -40,17 +41,18 @@ class Scene:
         self.driver = FakeDriver()
         self.limiter = TenantLimiter(Quota(tenant="acme", tokens=TokenQuota(per_minute=per_minute)))
         self.changes: list[EngineChanged] = []
-        self.client = EngineClient(self.driver, self.limiter, lambda: 0.0, self.changes.append, plain_frame)
+        self.now = 0.0
+        self.client = EngineClient(self.driver, self.limiter, lambda: self.now, self.changes.append, plain_frame)
         self.client.use_vocabulary(TOKENIZER.vocabulary.entries)
         self.client.connect(10)
         self._receiver: Receiver[ToHost] = Receiver(ToHost)
 
-    def stream(self, stop: tuple[str, ...] = ()) -> tuple[Stream, FakeSink]:
+    def stream(self, stop: tuple[str, ...] = (), sampling: Sampling = SAMPLING) -> tuple[Stream, FakeSink]:
         sink = FakeSink()
         detokenizer = TOKENIZER.detokenizer()
         stream = Stream(sink, detokenizer, StopDetokenizer(detokenizer, stop) if stop else None)
         assert self.limiter.admit(0.0) is None
-        self.client.submit(stream, [1, 2], SAMPLING)
+        self.client.submit(stream, [1, 2], sampling)
         return stream, sink
 
     def say(self, *messages: ToWorker) -> None:
@@ -283,30 +285,126 @@ def test_a_dead_engine_fails_every_stream_and_takes_back_what_was_asked() -> Non
     assert scene.places == 0
 
 
-@pytest.mark.parametrize("how", ["junk", "eof"])
-def test_a_channel_that_breaks_loses_its_streams_and_can_be_replaced(how: str) -> None:
+def test_streams_outlive_an_engine_and_their_clients_hear_of_it() -> None:
     scene = Scene()
-    _, sink = scene.stream()
+    greedy, greedy_sink = scene.stream(sampling=Sampling(max_tokens=100, temperature=0.0))
+    drawn, drawn_sink = scene.stream()
+    scene.heard()
+    scene.say(EngineChanged("recovering", "killed", None, RESTARTING), EngineChanged("ready", "", None, CONTINUED))
+    assert greedy_sink.notes == [RESTARTING, CONTINUED]
+    assert drawn_sink.notes == [RESTARTING, f"{CONTINUED}, what comes is drawn anew"]
+    scene.say(Batch([Delta(greedy.number, [97], FinishReason.STOP), Delta(drawn.number, [98], FinishReason.STOP)]))
+    assert (greedy_sink.text, drawn_sink.text) == ("a", "b")
+    assert scene.heard() == []
+    assert [change.state for change in scene.changes] == ["recovering", "ready"]
+
+
+@pytest.mark.parametrize("how", ["junk", "eof"])
+def test_a_channel_that_breaks_can_be_replaced_and_its_streams_go_on(how: str) -> None:
+    scene = Scene()
+    stream, sink = scene.stream()
+    scene.say(Batch([], pack_singles([stream.number, 97])))
     if how == "junk":
         scene.client.data_received(b"\xff\xff\xff\xff")
     else:
         scene.client.eof_received()
-    assert isinstance(sink.end, ApiError)
+    assert sink.end is None
     assert [change.state for change in scene.changes] == ["dead"]
-    assert scene.places == 0
+    assert scene.places == 1
     scene.client.connect(11)
-    stream, sink = scene.stream()
-    scene.say(Batch([Delta(stream.number, [97], FinishReason.STOP)]))
-    assert sink.text == "a"
+    scene.client.resume()
+    assert scene.heard() == [Submit(stream.number, [1, 2], SAMPLING, emitted_token_ids=[97])]
+    scene.say(Batch([Delta(stream.number, [98], FinishReason.STOP)]))
+    assert (sink.text, sink.end, scene.places) == ("ab", FinishReason.STOP, 0)
+    scene.client.resume()
+    assert scene.heard() == []
 
 
 def test_a_fresh_channel_before_the_old_one_broke() -> None:
     scene = Scene()
-    _, sink = scene.stream()
+    stream, sink = scene.stream()
+    scene.say(Batch([Delta(stream.number, [97, 98], None)]))
     scene.client.connect(11)
-    assert isinstance(sink.end, ApiError)
     assert scene.driver.flows[0].ended == "aborted"
+    scene.say(EngineChanged("dead", "it does not start", None))  # which had nothing of it yet
+    scene.client.resume()
+    assert sink.end is None
+    assert scene.heard() == [Submit(stream.number, [1, 2], SAMPLING, emitted_token_ids=[97, 98])]
+
+
+def test_what_is_held_is_told_all_that_came_and_nothing_of_others() -> None:
+    scene = Scene()
+    (first, _), (second, _), (gone, _) = (scene.stream() for _ in range(3))
+    for token_id in ids("some words, and some more"):
+        scene.say(Batch([], pack_singles([first.number, token_id, gone.number, token_id])))
+        scene.say(Batch([Delta(second.number, [token_id, token_id])]))
+    scene.client.set_paused([second], True)
+    scene.client.abort([gone])
+    scene.client.eof_received()
+    scene.client.connect(11)
+    scene.client.resume()
+    text = ids("some words, and some more")
+    assert scene.heard() == [
+        Submit(first.number, [1, 2], SAMPLING, emitted_token_ids=text),
+        Submit(second.number, [1, 2], SAMPLING, emitted_token_ids=[token_id for token_id in text for _ in range(2)]),
+        SetPaused([second.number], True),
+    ]
+
+
+def test_an_engine_that_is_not_ready_yet_is_asked_again() -> None:
+    scene = Scene()
+    stream, sink = scene.stream()
+    scene.client.eof_received()
+    scene.client.connect(11)
+    scene.client.resume()
+    scene.say(Refused(stream.number, "overloaded", "cannot take it now", 1.0))
+    assert sink.end is None
+    scene.client.resume()
+    assert scene.heard() == [Submit(stream.number, [1, 2], SAMPLING)] * 2
+    scene.say(Refused(stream.number, "context_too_long", "cannot take it at all"))
+    assert isinstance(sink.end, ApiError) and sink.end.code == "context_too_long"
     assert scene.places == 0
+
+
+def test_who_no_session_keeps_does_not_wait_for_ever() -> None:
+    scene = Scene()
+    (kept, kept_sink), (_, sink) = scene.stream(), scene.stream()
+    kept.is_kept = True
+    scene.client.eof_received()
+    scene.now = HOLD_S - 1
+    scene.client.end_overdue()
+    assert sink.end is None
+    scene.now = HOLD_S
+    scene.client.end_overdue()
+    assert isinstance(sink.end, ApiError) and sink.end.code == "engine_unavailable"
+    assert (kept_sink.end, scene.places) == (None, 1)
+
+
+def test_a_stream_of_another_worker_is_the_engines_with_the_next_resume() -> None:
+    scene = Scene()
+    sink = FakeSink()
+    stream = Stream(sink, TOKENIZER.detokenizer(), None)
+    stream.prompt_token_ids.extend([1, 2])
+    stream.token_ids.extend([97])
+    stream.sampling = SAMPLING
+    scene.limiter.stream_resumed()
+    scene.client.adopt(stream)
+    assert (scene.heard(), scene.places) == ([], 1)
+    scene.client.resume()
+    assert scene.heard() == [Submit(stream.number, [1, 2], SAMPLING, emitted_token_ids=[97])]
+    scene.say(Batch([Delta(stream.number, [98], FinishReason.LENGTH)]))
+    assert (sink.text, sink.end, scene.places) == ("b", FinishReason.LENGTH, 0)
+
+
+def test_at_the_end_of_the_service_what_a_session_keeps_is_left() -> None:
+    scene = Scene()
+    (kept, kept_sink), (other, sink) = scene.stream(), scene.stream()
+    kept.is_kept = True
+    scene.heard()
+    scene.client.end_all(ApiError("overloaded", "cannot go on"), is_kept=False)
+    assert scene.heard() == [Abort([other.number])]
+    assert (kept_sink.end, scene.places) == (None, 1)
+    assert isinstance(sink.end, ApiError)
 
 
 def test_a_sink_that_gives_up_in_mid_batch_is_left_alone() -> None:

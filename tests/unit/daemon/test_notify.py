@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from seedance.daemon.notify import Watchdog, notify, status_text, watchdog_interval_s
+from seedance.daemon.notify import Watchdog, discard, notify, status_text, store, watchdog_interval_s
 
 
 @pytest.mark.parametrize("abstract", [False, True])
@@ -20,6 +20,20 @@ def test_fields_arrive_one_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("NOTIFY_SOCKET", "@" + name if abstract else name)
         assert notify(READY=1, STATUS="engine ready")
         assert manager.recv(1000) == b"READY=1\nSTATUS=engine ready\n"
+
+
+def test_descriptors_are_stored_and_discarded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, (tmp_path / "file").open("wb") as file:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        assert store("sessions-acme", file.fileno())
+        data, (fd,), _, _ = socket.recv_fds(manager, 1000, 1)
+        assert data == b"FDSTORE=1\nFDNAME=sessions-acme\nFDPOLL=0\n"
+        assert os.path.sameopenfile(fd, file.fileno())
+        os.close(fd)
+        assert discard("sessions-acme")
+        assert manager.recv(1000) == b"FDSTOREREMOVE=1\nFDNAME=sessions-acme\n"
 
 
 def test_without_a_manager_nothing_happens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

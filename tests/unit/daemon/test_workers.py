@@ -16,6 +16,8 @@ import pytest
 from seedance.daemon import links
 from seedance.daemon.children import Reaper
 from seedance.daemon.config import HttpConfig, WorkerConfig
+from seedance.daemon.log_store import LogStore
+from seedance.daemon.shared_log import SharedLog
 from seedance.daemon.workers import Workers
 from seedance.engine.host_link import Attach, Detach
 from seedance.engine.request import TenantContext
@@ -33,7 +35,18 @@ class Sides:
         self.told: dict[str, list[Any]] = {who: [] for who in ("gateway", "zygote", "host", "wanted", "placed", "left")}
         self.refuses_place = False
         self.fds: list[int] = []
-        self.workers = Workers(self, Reaper(asyncio.get_running_loop()))
+        self.stored: list[str] = []
+        self.discarded: list[str] = []
+        self.logs = LogStore({}, self._store, self._discard)
+        self.workers = Workers(self, Reaper(asyncio.get_running_loop()), self.logs)
+
+    def _store(self, name: str, fd: int) -> bool:
+        self.stored.append(name)
+        return True
+
+    def _discard(self, name: str) -> bool:
+        self.discarded.append(name)
+        return True
 
     def _take(self, who: str, order: Any, fds: tuple[int, ...]) -> None:
         copies = [os.dup(fd) for fd in fds]
@@ -83,15 +96,16 @@ class Sides:
 
     def spawn(self, pid: int | None = None) -> FakeWorker:
         """Be the zygote, and the worker that was ordered last; `pid` is a process that may be killed."""
-        order, (handover, engine, control) = self.last("zygote")
+        order, (handover, engine, control, journal) = self.last("zygote")
         assert isinstance(order, links.Spawn)
-        for fd in (handover, engine, control):
+        for fd in (handover, engine, control, journal):
             self.fds.remove(fd)
         pidfd = os.pidfd_open(pid or os.getpid())
         self.workers.spawned(links.Spawned(order.worker, pid or 1_000_000 + order.worker), pidfd)
-        return FakeWorker(order, handover, engine, control)
+        return FakeWorker(order, handover, engine, control, journal)
 
     def close(self) -> None:
+        self.logs.close()
         for fd in self.fds:
             os.close(fd)
 
@@ -99,7 +113,8 @@ class Sides:
 class FakeWorker:
     """A worker's own ends."""
 
-    def __init__(self, order: links.Spawn, handover: int, engine: int, control: int) -> None:
+    def __init__(self, order: links.Spawn, handover: int, engine: int, control: int, journal: int) -> None:
+        self.journal = SharedLog(journal)
         self.number = order.worker
         self.settings = order.settings
         self.handover, self.engine, self.control = (socket.socket(fileno=fd) for fd in (handover, engine, control))
@@ -121,6 +136,7 @@ class FakeWorker:
             found.append(links.WORKER_ORDERS.decode(data))
 
     def die(self) -> None:
+        self.journal.close()
         for sock in (self.handover, self.engine, self.control):
             sock.close()
 
@@ -334,5 +350,77 @@ def test_stopping_drains_and_waits_for_the_last_exit() -> None:
         assert not stopping.done()
         sides.workers.exited(links.Exited(worker.number, 0))
         await asyncio.wait_for(stopping, 1)
+
+    _play(scenario)
+
+
+def test_a_worker_that_dies_with_sessions_is_followed_by_one_that_has_its_journal() -> None:
+    async def scenario(sides: Sides) -> None:
+        sides.workers.wanted(ACME)
+        first = sides.spawn()
+        assert sides.stored == ["sessions-acme"]
+        first.journal.replace([b"what there was"])
+        first.journal.set_count(2)
+        first.die()
+        await _turns()
+        async with asyncio.timeout(3):
+            while len(sides.told["zygote"]) == 1:
+                await asyncio.sleep(0.01)
+        second = sides.spawn()
+        assert second.journal.read() == [b"what there was"]
+        assert sides.last("gateway")[0] == links.WorkerAttached("acme")
+        assert (sides.stored, sides.discarded) == (["sessions-acme"], [])
+        second.die()
+
+    _play(scenario)
+
+
+def test_without_sessions_nobody_follows_and_the_journal_goes_with_who_left_in_peace() -> None:
+    async def scenario(sides: Sides) -> None:
+        sides.workers.wanted(ACME)
+        worker = sides.spawn()
+        worker.die()
+        await _turns()
+        await asyncio.sleep(0.2)
+        assert (len(sides.told["zygote"]), sides.discarded) == (1, [])
+        sides.workers.wanted(ACME)
+        worker = sides.spawn()
+        worker.report(links.WorkerIdle())
+        await _turns()
+        worker.die()
+        await _turns()
+        assert sides.discarded == ["sessions-acme"]
+        assert sides.logs.tenants == []
+
+    _play(scenario)
+
+
+def test_sessions_that_end_every_worker_are_given_up() -> None:
+    async def scenario(sides: Sides) -> None:
+        sides.workers.wanted(ACME)
+        ends = 0
+        while not sides.discarded:
+            started = len(sides.told["zygote"])
+            worker = sides.spawn()
+            worker.journal.set_count(1)
+            worker.die()
+            ends += 1
+            await _turns()
+            async with asyncio.timeout(3):
+                while not sides.discarded and len(sides.told["zygote"]) == started:
+                    await asyncio.sleep(0.01)
+        assert ends == 4
+
+    _play(scenario)
+
+
+def test_the_sessions_of_a_removed_tenant_go_at_once() -> None:
+    async def scenario(sides: Sides) -> None:
+        sides.workers.wanted(ACME)
+        worker = sides.spawn()
+        worker.journal.set_count(1)
+        sides.workers.tenant_removed("acme")
+        assert sides.discarded == ["sessions-acme"]
+        worker.die()
 
     _play(scenario)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,8 @@ def preload(tokenizer_dir):
         raise ValueError("no such tokenizer")
     loaded.append(tokenizer_dir)
 
-def run(handover, engine, control, settings):
+def run(handover, engine, control, journal_fd, settings):
+    assert os.pread(journal_fd, 4, 0) == b"page"
     word = handover.recv(100).decode()
     control.send(f"{os.getpid()} {os.getpgid(0)} {settings.quota.tenant} {sorted(os.listdir('/proc/self/fd'))} {loaded}".encode())
     if word == "crash":
@@ -82,13 +84,16 @@ def _spawn(number: int, tenant: str = "acme") -> links.Spawn:
 
 
 class Ends:
-    """Our ends of a worker's three sockets."""
+    """Our ends of a worker's three sockets, and what its journal is to be."""
 
     def __init__(self, zygote: Zygote, order: links.Spawn) -> None:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
         self.handover, self.engine, self.control = (ours for ours, _ in pairs)
         self.control.settimeout(20)
-        zygote.order(order, *(theirs.fileno() for _, theirs in pairs))
+        with tempfile.TemporaryFile() as journal:
+            journal.write(b"page")
+            journal.flush()
+            zygote.order(order, *(theirs.fileno() for _, theirs in pairs), journal.fileno())
         for _, theirs in pairs:
             theirs.close()
 
@@ -97,7 +102,7 @@ class Ends:
             sock.close()
 
 
-def test_a_worker_is_its_own_process_with_its_three_sockets_and_nothing_else(zygote: Zygote) -> None:
+def test_a_worker_is_its_own_process_with_its_four_descriptors_and_nothing_else(zygote: Zygote) -> None:
     ends = Ends(zygote, _spawn(4, "globex"))
     report, [pidfd] = zygote.report()
     assert isinstance(report, links.Spawned)
@@ -105,7 +110,7 @@ def test_a_worker_is_its_own_process_with_its_three_sockets_and_nothing_else(zyg
     ends.handover.send(b"3")
     pid, group, tenant, rest = ends.control.recv(1000).decode().split(maxsplit=3)
     assert (int(pid), int(group), tenant) == (report.pid, report.pid, "globex")
-    assert rest.count("'") // 2 == 3 + 3 + 1  # standard ones, ours, and the listing's own
+    assert rest.count("'") // 2 == 3 + 4 + 1  # standard ones, ours, and the listing's own
     assert Path(f"/proc/{pid}/comm").read_text() == "seed-w:globex\n"
     assert select.select([pidfd], [], [], 0)[0] == []
     ends.engine.send(b"x")

@@ -1,0 +1,138 @@
+"""The journal of a worker: what its tenant's sessions need to outlive it, written before anything of it leaves.
+
+Whoever changes something that a client is told of puts a record here, and `commit` makes one entry of all of them,
+which counts as a whole or not at all. When there is no room any more, what is true now takes the place of all of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from seedance.daemon import journal_records as records
+from seedance.daemon.journal_records import Record, SessionRecord
+from seedance.daemon.protocol.fm_server import Unsaved
+from seedance.daemon.shared_log import SharedLog
+from seedance.engine.channel import Batch
+
+_log = logging.getLogger(__name__)
+
+_LEAST_BYTES: Final = 2 << 20
+_GROWTH: Final = 4
+_TRY_AGAIN: Final = 1024
+
+
+class Journal:
+    """The records of one worker; `streams` is how many streams have their tokens in it.
+
+    Without a log it keeps nothing (`is_kept`), and neither does one whose log has no room for what is true now, until
+    there is less (`is_on`).
+    """
+
+    def __init__(self, log: SharedLog | None = None, bound_bytes: int = 2 * _LEAST_BYTES) -> None:
+        """Own the log. `bound_bytes` is what it may take, both halves together."""
+        self.streams = 0
+        self.is_kept = self.is_on = log is not None
+        self._log = log
+        self._room_bytes = bound_bytes // 2
+        self._pending: list[bytes] = []
+        self._everything: Callable[[], Iterable[bytes]] = list
+        self._skips = 0
+
+    def read(self) -> list[SessionRecord]:
+        """Return the sessions that the last worker has left; none, with a line in the log, when that is broken."""
+        if self._log is None:
+            return []
+        try:
+            return records.replay(self._log.read())
+        except Exception:
+            # Whatever is wrong with it, it must not keep the tenant from being served.
+            _log.exception("cannot read the journal of the last worker; its sessions are lost")
+            return []
+
+    def begin(self, everything: Callable[[], Iterable[bytes]]) -> None:
+        """Begin to write, with all that `everything` returns now; it is asked again whenever there is no room."""
+        self._everything = everything
+        self.begin_anew()
+
+    def note(self, record: Record) -> None:
+        """Put in a record."""
+        if self.is_on:
+            self._pending.append(records.encode(record))
+
+    def tokens(self, batch: Batch) -> None:
+        """Put in what a step of the engine brought."""
+        if not self.is_on:
+            return
+        if batch.singles:
+            self._pending.append(records.encode_tokens(batch.singles))
+        if batch.deltas:
+            deltas = [
+                (delta.stream, records.token_bytes(delta.token_ids), delta.cached_tokens) for delta in batch.deltas
+            ]
+            self._pending.append(records.encode(records.Deltas(deltas)))
+
+    def changes(self, session: int, unsaved: Unsaved) -> None:
+        """Put in what a session's protocol has to save."""
+        waiting, acked_seq, expected_seq, last_stream, first_seq, frames = unsaved
+        self._pending.append(records.encode_frames(session, last_stream, acked_seq, expected_seq, first_seq, frames))
+        for stream, text, payload in waiting:
+            self._pending.append(records.encode(records.Waiting(session, stream, text, payload)))
+
+    def commit(self) -> None:
+        """Write what was put in; it is there from now on, whatever becomes of this process."""
+        if not self._pending:
+            return
+        data = b"".join(self._pending)
+        self._pending.clear()
+        if self._log is None:
+            return
+        if self._skips:
+            self._skips -= 1
+        elif self._log.append(data):
+            return
+        if not self._skips:
+            self.begin_anew()
+
+    def set_bound(self, bound_bytes: int) -> None:
+        """Have another bound, from the next time on that all is written."""
+        self._room_bytes = bound_bytes // 2
+
+    def set_count(self, sessions: int) -> None:
+        """Leave the number of sessions for the supervisor."""
+        if self._log is not None:
+            self._log.set_count(sessions)
+
+    def close(self) -> None:
+        """Write what was put in, and nothing any more. Idempotent."""
+        self.commit()
+        self.is_on = False
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def begin_anew(self) -> None:
+        """Write all that is true now, in the place of what was written."""
+        if self._log is None:
+            return
+        self._log.set_room(self._room_bytes)
+        if self._log.replace(records.in_entries(self._everything())):
+            self._log.set_room(min(self._room_bytes, max(_LEAST_BYTES, _GROWTH * self._log.used_bytes)))
+            if not self.is_on:
+                _log.info("the journal of the sessions is kept again")
+            self.is_on = True
+            return
+        if self.is_on:
+            _log.warning("cannot keep a journal: the sessions need more than %d bytes of it", self._room_bytes)
+        self._log.clear()
+        self.is_on = False
+        self._skips = _TRY_AGAIN
+
+
+def saved(record: SessionRecord, unsaved: Unsaved, waiting: Sequence[tuple[int, bytes]]) -> bytes:
+    """Return the record of a whole session, with what its protocol has to say."""
+    record.last_stream, record.expected_seq = unsaved.last_stream, unsaved.expected_seq
+    record.acked_seq, record.frames = unsaved.acked_seq, records.split_frames(unsaved.frames)
+    record.waiting = list(waiting)
+    return records.encode(record)

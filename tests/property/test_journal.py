@@ -1,0 +1,174 @@
+"""A worker may die at any moment: what the next one has from the journal gives every client its text, once and in order.
+
+The engine here is a rule: the tokens of a stream follow from its prompt and seed. Whatever the next worker says that a
+stream has brought must be how these tokens begin.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from support.fm_worker import TOKENIZER, FmPeer, FmWorker
+
+from seedance.daemon import shared_log
+from seedance.daemon.protocol.fm_messages import End
+from seedance.engine.channel import Abort, Batch, Delta, Submit, encode, pack_singles
+from seedance.engine.request import FinishReason
+
+WORDS = ["one", " two", " three", "é", "…", "🦆", " and so on", "\n"]
+LENGTH = st.integers(1, 40)
+
+
+def expected_ids(seed: int, length: int) -> list[int]:
+    choose = random.Random(seed)
+    ids = [token_id for _ in range(length) for token_id in TOKENIZER.encode(choose.choice(WORDS))]
+    return ids[:length]
+
+
+def expected_text(seed: int, length: int) -> str:
+    detokenizer = TOKENIZER.detokenizer()
+    return detokenizer.feed(expected_ids(seed, length)) + detokenizer.finish()
+
+
+class Dying(RuleBasedStateMachine):
+    """One client with several streams, whose workers and engine hosts die."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fd = shared_log.create("test")
+        self.worker = FmWorker(log_fd=self.fd, resume_for_s=1e9)
+        self.peer = FmPeer(self.worker)
+        self.running: dict[int, tuple[Submit, list[int]]] = {}
+        self.asked: dict[int, tuple[int, int]] = {}
+
+    def teardown(self) -> None:
+        try:
+            self.come_back()
+            for _ in range(60):
+                self.step(data=None)
+                self.peer.pump(0.2)
+            for number, (seed, length) in self.asked.items():
+                assert self.peer.text(number) == expected_text(seed, length)
+                end = self.peer.last(number)
+                assert isinstance(end, End)
+                assert end.usage["completion_tokens"] == length
+            assert self.worker.service._limiter.statistics().streams == 0
+        finally:
+            self.worker.close()
+            os.close(self.fd)
+
+    @initialize()
+    def begin(self) -> None:
+        self.peer.connect()
+        self.hear()
+
+    def hear(self) -> None:
+        for told in self.worker.heard():
+            if isinstance(told, Submit):
+                assert told.sampling.seed is not None
+                ids = expected_ids(told.sampling.seed, told.sampling.max_tokens)
+                assert told.emitted_token_ids == ids[: len(told.emitted_token_ids)]
+                self.running[told.stream] = told, ids[len(told.emitted_token_ids) :]
+            elif isinstance(told, Abort):
+                for number in told.streams:
+                    self.running.pop(number, None)
+
+    @rule(seed=st.integers(0, 1000), length=LENGTH)
+    def ask(self, seed: int, length: int) -> None:
+        if len(self.asked) < 6 and self.peer.connection.end_code is None and self.connected:
+            number = self.peer.ask(seed=seed, max_tokens=length)
+            self.asked[number] = seed, length
+            self.hear()
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject | None) -> None:
+        """Be the engine: some tokens of some streams, without a turn of the loop."""
+        singles: list[int] = []
+        deltas: list[Delta] = []
+        for number, (_, ids) in list(self.running.items()):
+            count = 1 if data is None else data.draw(st.integers(0, 3))
+            taken, ids[:] = ids[:count], ids[count:]
+            if not ids:
+                deltas.append(Delta(number, taken, FinishReason.LENGTH))
+                del self.running[number]
+            elif count == 1:
+                singles += (number, taken[0])
+            elif taken:
+                deltas.append(Delta(number, taken))
+        self.worker.service.engine.data_received(encode(Batch(deltas, pack_singles(singles))))
+
+    @rule(seconds=st.sampled_from([0.0, 0.0, 0.05, 0.3]))
+    def pump(self, seconds: float) -> None:
+        if self.connected:
+            self.peer.pump(seconds)
+        else:
+            self.worker.wait(seconds)
+
+    @rule()
+    def turn(self) -> None:
+        """Let the worker send, and the client read nothing of it yet."""
+        self.worker.wait()
+
+    @rule(reads=st.booleans())
+    def be_slow(self, reads: bool) -> None:
+        self.peer.reads = reads
+
+    @precondition(lambda self: self.connected)
+    @rule()
+    def drop(self) -> None:
+        self.peer.drop()
+        self.peer.connection.end_code = 1006
+
+    @rule()
+    def come_back(self) -> None:
+        self.peer.reads = True
+        if self.connected:
+            self.peer.pump()
+        else:
+            self.peer.connect()
+            assert self.peer.refusal is None
+        self.hear()
+
+    @rule()
+    def write_all_anew(self) -> None:
+        self.worker.sessions.flush()
+        self.worker.journal.begin_anew()
+
+    @rule()
+    def lose_the_host(self) -> None:
+        self.worker.service.engine.eof_received()
+        self.running.clear()
+        self.worker.driver.flows.pop(0)
+        self.worker.service.engine.connect(10)
+        self.worker.ready()
+        self.hear()
+
+    @rule(arrives=st.booleans(), is_ready=st.booleans())
+    def die(self, arrives: bool, is_ready: bool) -> None:
+        """Kill the worker; what it has sent arrives or does not."""
+        if arrives:
+            for message in self.peer.connection.messages:
+                self.peer.client.receive_data(message, self.worker.loop.time())
+            self.peer.take()
+        if self.connected:
+            self.peer.client.receive_eof()
+        self.peer.connection.end_code = 1006
+        self.running.clear()
+        self.worker.die()
+        self.worker = self.peer.worker = FmWorker(log_fd=self.fd, resume_for_s=1e9, is_ready=is_ready)
+        if not is_ready:
+            self.come_back()
+            self.worker.ready()
+        self.hear()
+
+    @property
+    def connected(self) -> bool:
+        return self.peer.session is not None and self.peer.connection.end_code is None
+
+
+Dying.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDying = Dying.TestCase
