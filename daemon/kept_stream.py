@@ -89,6 +89,9 @@ class Streams(Protocol):
     def forget(self, stream: KeptStream) -> None:
         """Keep a stream no longer."""
 
+    def abandon(self, stream: KeptStream) -> None:
+        """End a stream, and keep nothing."""
+
 
 class KeptStream:
     """One stream: `answer` makes its records, `kept` is its entry in the log; both are set by whoever makes it.
@@ -211,10 +214,16 @@ class KeptStream:
         self.pump()
 
     def disconnected(self, reader: Reader) -> None:
-        """Take note that the reader is of no use any more: the stream waits for its client."""
+        """Take note that the reader is of no use any more: the stream waits for its client.
+
+        One that has not begun, and whose request had no key, ends: its client knows nothing to come back with.
+        """
         if self._reader is reader:
             self._reader = None
-            self._streams.left(self)
+            if self.is_begun or self.request_key is not None:
+                self._streams.left(self)
+            else:
+                self._streams.abandon(self)
 
     def pump(self) -> None:
         """Send what the reader has room for, now that it takes something again."""

@@ -84,6 +84,9 @@ class FakeStreams:
     def forget(self, stream: KeptStream) -> None:
         self.said.append("forget")
 
+    def abandon(self, stream: KeptStream) -> None:
+        self.said.append("abandon")
+
 
 class KeptWorker(FmWorker):
     """A worker's part that FM sessions and kept streams are; what the JSON door needs of its worker, too."""

@@ -57,12 +57,13 @@ def test_a_stream_that_ended_meanwhile_ends_for_whoever_comes() -> None:
 def test_a_newer_reader_takes_the_older_ones_place() -> None:
     streams, older, newer = FakeStreams(), FakeReader(), FakeReader()
     stream = streams.stream()
+    stream.begin()
     stream.connect(older, 0)
     stream.append(b"a")
     stream.connect(newer, 0)
     stream.disconnected(older)  # it learns of it late
     stream.append(b"b")
-    assert (older.said, older.taken) == (["taken_over"], [(1, b"a")])
+    assert (older.said, older.taken) == (["begin", "taken_over"], [(1, b"a")])
     assert newer.taken == [(1, b"a"), (2, b"b")]
     assert "left" not in streams.said
 
@@ -140,6 +141,21 @@ def test_a_request_that_is_not_served_leaves_nothing() -> None:
     stream.connect(reader, 0)
     stream.fail(ApiError("context_too_long", "cannot"))
     assert (reader.said, streams.said[1:]) == (["context_too_long"], ["ended", "forget"])
+
+
+@pytest.mark.parametrize(
+    ("is_begun", "has_key", "expected"),
+    [(False, False, "abandon"), (False, True, "left"), (True, False, "left"), (True, True, "left")],
+)
+def test_nobody_comes_back_with_nothing(is_begun: bool, has_key: bool, expected: str) -> None:
+    streams, reader = FakeStreams(), FakeReader()
+    stream = streams.stream()
+    stream.request_key = RequestKey.of("k", b"") if has_key else None
+    stream.connect(reader, 0)
+    if is_begun:
+        stream.begin()
+    stream.disconnected(reader)
+    assert streams.said[-1] == expected
 
 
 def test_cancelling_ends_it_once() -> None:
