@@ -9,10 +9,14 @@ from typing import Protocol
 from urllib.parse import unquote
 
 from seedance.daemon import openai_door
-from seedance.daemon.doors import openai_response
+from seedance.daemon.doors import last_event, openai_response
 from seedance.daemon.doors.errors import ApiError
+from seedance.daemon.doors.last_event import LastEvent
+from seedance.daemon.event_streams import EventReader, KeptEvents
 from seedance.daemon.fm_sessions import FmSessions
 from seedance.daemon.infer_door import PAUSE_PART
+from seedance.daemon.kept_stream import KeptStream, RequestKey
+from seedance.daemon.kept_streams import EVENTS, KeptStreams
 from seedance.daemon.keys import hash_key, key_of
 from seedance.daemon.openai_door import error_response
 from seedance.daemon.protocol import sse
@@ -25,12 +29,17 @@ from seedance.daemon.urgency import deadline_of
 
 _log = logging.getLogger(__name__)
 _PING = sse.comment("ping")
-_POST_DOORS: dict[str, Callable[[Service, openai_door.Exchange, bytes, int | None], Answer]] = {
+_PING_BESIDE_IDS = sse.comment_line("ping")
+_Door = Callable[[Service, openai_door.Exchange, bytes, int | None], Answer]
+_POST_DOORS: dict[str, _Door] = {
     "/v1/chat/completions": openai_door.chat,
     "/v1/completions": openai_door.completion,
 }
 _MODELS = "/v1/models"
 _STREAMS = "/v2/streams/"
+_IDEMPOTENCY_KEY = "idempotency-key"
+_NOTHING_MORE = 204
+"""What ends the attempts of a browser's EventSource to connect again."""
 WEBSOCKET_PATHS = ("/v2/infer", "/v2/stream", "/echo")
 """The last one exists only in the configuration that conformance tests use."""
 
@@ -40,6 +49,7 @@ class Owner(Protocol):
 
     service: Service
     sessions: FmSessions
+    streams: KeptStreams
     limits: Limits
     max_backlog_bytes: int
     test_echo: bool
@@ -66,6 +76,8 @@ class HttpConnection:
         "_behind",
         "_owner",
         "_pumping",
+        "_reader",
+        "_request_key",
         "deadline_s",
         "flow",
         "http",
@@ -80,6 +92,8 @@ class HttpConnection:
     def __init__(self, owner: Owner, peer: str, listener: str) -> None:
         self._owner = owner
         self._answer: Answer | None = None
+        self._reader: EventReader | None = None  # in its place: what is answered is not this connection's own
+        self._request_key: RequestKey | None = None
         self._pumping = False
         self._behind = False
         self.http = HttpServer(owner.limits)
@@ -97,7 +111,7 @@ class HttpConnection:
 
     def eof_received(self) -> None:
         # A client that has gone cannot be told from one that only sends no more; like other servers we take it as gone.
-        if self._answer is not None:
+        if self._answer is not None or self._reader is not None:
             self._cancel()
             self.flow.abort()
             return
@@ -108,6 +122,8 @@ class HttpConnection:
         self._behind = False
         if self._answer is not None:
             self._owner.service.engine.set_paused(self._answer.streams, False)
+        elif self._reader is not None:
+            self._reader.stream.pump()
         self.pump()
 
     def connection_lost(self, error: OSError | None) -> None:
@@ -118,6 +134,9 @@ class HttpConnection:
         if self._answer is not None:
             answer, self._answer = self._answer, None
             self._owner.service.cancel(answer)
+        elif self._reader is not None:
+            reader, self._reader = self._reader, None
+            reader.stream.disconnected(reader)
 
     def close_when_done(self) -> None:
         """Close once the current request, if any, has been answered."""
@@ -176,7 +195,7 @@ class HttpConnection:
         elif request.path == _MODELS or request.path.startswith(_MODELS + "/"):
             self._take_if(request, "GET", "HEAD")
         elif request.path.startswith(_STREAMS):
-            self._take_if(request, "DELETE")
+            self._take_if(request, "DELETE", "GET")
         else:
             raise ApiError("not_found", f"cannot find '{request.path[:200]}' here; the paths are in the documentation")
 
@@ -190,18 +209,56 @@ class HttpConnection:
         self.respond(405, (*headers, ("Allow", ", ".join(methods))), body)
 
     def _request_received(self, request: Request, body: bytes) -> None:
-        door = _POST_DOORS.get(request.path)
-        if door is None:
-            path = request.path
-            if path.startswith(_STREAMS):
-                self._end_stream_by_id(unquote(path[len(_STREAMS) :]))
-            else:
-                self._models(path)
-            return
+        path = request.path
+        if (door := _POST_DOORS.get(path)) is not None:
+            if not self._goes_on(request, body):
+                self._ask(door, request, body)
+        elif not path.startswith(_STREAMS):
+            self._models(path)
+        elif request.method == "GET":
+            name = unquote(path[len(_STREAMS) :])
+            self._resume(last_event.of_path(name, request.get(last_event.FIELD)))
+        else:
+            self._end_stream_by_id(unquote(path[len(_STREAMS) :]))
+
+    def _ask(self, door: _Door, request: Request, body: bytes) -> None:
         answer = door(self._owner.service, self, body, deadline_of(request.headers))
         # A request that was refused at once has been answered already.
-        if self.http.phase in (Phase.ANSWERING, Phase.STREAMING):
+        if self._reader is None and self.http.phase in (Phase.ANSWERING, Phase.STREAMING):
             self._answer = answer
+
+    def _goes_on(self, request: Request, body: bytes) -> bool:
+        """Go on with a kept stream, where the request is about one that there is."""
+        self._request_key = None
+        if (id := request.get(last_event.FIELD)) is not None:
+            self._resume(last_event.parse(id))
+            return True
+        if (key := request.get(_IDEMPOTENCY_KEY)) is not None:
+            self._request_key = RequestKey.of(key, b"%b\n%b" % (request.path.encode(), body))
+            if (stream := self._owner.streams.begun(EVENTS, self._request_key)) is not None:
+                self._read(stream, 0)
+                return True
+        return False
+
+    def _resume(self, last: LastEvent) -> None:
+        stream = self._owner.streams.find(EVENTS, last.token)
+        if stream.is_over and last.seq == stream.history.next_seq - 1:
+            self.respond(_NOTHING_MORE, (), b"")
+        else:
+            self._read(stream, last.seq)
+
+    def _read(self, stream: KeptStream, last_seq: int) -> None:
+        reader = self._reader = EventReader(self, stream)
+        try:
+            stream.connect(reader, last_seq)
+        except ApiError:
+            self._reader = None
+            raise
+
+    def keep(self) -> KeptEvents:
+        stream = self._owner.streams.begin(EVENTS, self._request_key)
+        self._read(stream, 0)
+        return KeptEvents(stream)
 
     def _models(self, path: str) -> None:
         model, _ = self._owner.service.require_engine()
@@ -216,8 +273,9 @@ class HttpConnection:
         self.respond(200, (("Content-Type", "application/json"),), body)
 
     def _end_stream_by_id(self, id: str) -> None:
-        if not self._owner.sessions.cancel(id):
-            raise ApiError("not_found", f"cannot find the stream '{id[:200]}'; its id is in its ACCEPT frame")
+        id = id.partition(".")[0]  # a resume token begins with the id
+        if not self._owner.streams.release(id) and not self._owner.sessions.cancel(id):
+            raise ApiError("not_found", f"cannot find the stream '{id[:200]}'; its id came with its first answer")
         self.respond(204, (), b"")
 
     def refuse_upgrade(self, refusal: HandshakeRefused) -> None:
@@ -228,7 +286,7 @@ class HttpConnection:
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def respond(self, status: int, headers: Sequence[tuple[str, str]], body: bytes) -> None:
-        self._answer = None
+        self._answer = self._reader = None
         self.http.send_response(status, headers, body)
         self.pump()
 
@@ -258,11 +316,11 @@ class HttpConnection:
             self._owner.service.engine.set_paused(self._answer.streams, True)
 
     def end_stream(self) -> None:
-        self._answer = None
+        self._answer = self._reader = None
         self.http.end_stream()
         self.pump()
 
     def ping(self) -> None:
         """Show a sign of life on a streamed answer, unless the client has something to take already."""
         if not self.flow.waiting_bytes:
-            self.write(_PING)
+            self.write(_PING if self._reader is None else _PING_BESIDE_IDS)

@@ -6,11 +6,10 @@ import asyncio
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Protocol
 
 from seedance.daemon.doors import fm
-from seedance.daemon.fm_answer import FmAnswer
 from seedance.daemon.fm_streams import FmSession
 from seedance.daemon.journal import Journal
 from seedance.daemon.journal_records import SessionRecord
@@ -24,7 +23,7 @@ from seedance.qos.quota import Quota
 _log = logging.getLogger(__name__)
 
 DEFAULT_LOG_BYTES: Final = 64 << 20
-"""So much all sessions of a tenant may hold, or a quarter of its `memory.max` if that is less."""
+"""So much all sessions and kept streams of a tenant may hold, or a quarter of its `memory.max` if that is less."""
 _MEMORY_PART: Final = 4
 _LEAVING: Final = "cannot take this session now: the worker is being followed by another one; come back"
 _LEAVING_MS: Final = 100
@@ -32,8 +31,19 @@ _LOOK_S: Final = 1.0
 """So often the bytes of what is kept are counted while a client is away."""
 
 
+class Named(Protocol):
+    """A stream that any client of its tenant may end by its name, `id`."""
+
+    @property
+    def id(self) -> str:
+        """The name."""
+
+    def cancelled_by_client(self) -> None:
+        """End with what there is."""
+
+
 class FmSessions:
-    """All sessions of one tenant, and the names of the streams in them."""
+    """All sessions of one tenant, and the names of the streams in them; those of kept streams are here, too."""
 
     def __init__(
         self,
@@ -51,7 +61,7 @@ class FmSessions:
         self.loop = loop
         self.service = service
         self.options = options
-        self._streams: dict[str, FmAnswer] = {}
+        self._streams: dict[str, Named] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._log: SessionLog[FmSession] = SessionLog(key, quota.session.resume_for_s, log_bytes(quota), os.urandom)
         self._expiry: asyncio.TimerHandle | None = None
@@ -63,6 +73,14 @@ class FmSessions:
 
     def __len__(self) -> int:
         return len(self._log)
+
+    def held_bytes(self) -> int:
+        """Return what all sessions take."""
+        return self._log.held_bytes()
+
+    def share_bound(self, beside_bytes: Callable[[], int]) -> None:
+        """Count what this returns against the bound of all sessions, too."""
+        self._log.beside_bytes = beside_bytes
 
     @property
     def resume_for_ms(self) -> int:
@@ -99,9 +117,9 @@ class FmSessions:
         self._log.remove(kept)
         self._tell_count()
 
-    def stream_began(self, answer: FmAnswer) -> None:
+    def stream_began(self, stream: Named) -> None:
         """Take note that there is a stream of this name."""
-        self._streams[answer.id] = answer
+        self._streams[stream.id] = stream
 
     def stream_ended(self, id: str) -> None:
         """Take note that a stream is over; who cancels it now is only late."""
@@ -111,10 +129,10 @@ class FmSessions:
             self._ended.popitem(last=False)
 
     def cancel(self, id: str) -> bool:
-        """End a stream of any session; tells whether there is one, or was."""
-        answer = self._streams.get(id)
-        if answer is not None:
-            answer.cancelled_by_client()
+        """End a stream of any session, or a kept one; tells whether there is one, or was."""
+        stream = self._streams.get(id)
+        if stream is not None:
+            stream.cancelled_by_client()
         elif id not in self._ended:
             _log.warning("audit: a client would cancel a stream that is not its tenant's")
             return False
@@ -211,6 +229,6 @@ class FmSessions:
 
 
 def log_bytes(quota: Quota) -> int:
-    """Return how much all sessions of a tenant may hold, and its journal."""
+    """Return how much may be kept for all of a tenant's clients, and in its journal."""
     most_bytes = quota.memory.max_bytes
     return DEFAULT_LOG_BYTES if most_bytes is None else min(DEFAULT_LOG_BYTES, most_bytes // _MEMORY_PART)

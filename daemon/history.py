@@ -5,6 +5,7 @@ Such a client acknowledges nothing, so what is kept is bounded by bytes alone: t
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from itertools import islice
 from typing import Final
@@ -14,12 +15,15 @@ RECORD_COST_BYTES: Final = 64
 
 
 class History:
-    """Records numbered 1, 2, 3 …; `oldest_seq` is the oldest that is kept, `next_seq` the next to be given."""
+    """Records numbered 1, 2, 3 …; `oldest_seq` is the oldest that is kept, `next_seq` the next to be given.
 
-    __slots__ = ("_bound_bytes", "_records", "held_bytes", "next_seq")
+    `bound_bytes` may change, and counts from the next record on.
+    """
+
+    __slots__ = ("_records", "bound_bytes", "held_bytes", "next_seq")
 
     def __init__(self, bound_bytes: int) -> None:
-        self._bound_bytes = bound_bytes
+        self.bound_bytes = bound_bytes
         self._records: deque[bytes] = deque()
         self.held_bytes = 0
         self.next_seq = 1
@@ -29,14 +33,18 @@ class History:
         """Return the sequence of the oldest record, that of the next one when none is kept."""
         return self.next_seq - len(self._records)
 
-    def append(self, record: bytes) -> int:
-        """Keep a record, letting go of old ones for it, and return its sequence; the newest is kept, long as it is."""
+    def append(self, record: bytes, needed_from: float = math.inf) -> int:
+        """Keep a record, letting go of old ones for it, and return its sequence; the newest is kept, long as it is.
+
+        So are those from `needed_from` on, whatever they take: it is for the caller to see that they become no more.
+        """
         self._records.append(record)
         self.held_bytes += len(record) + RECORD_COST_BYTES
-        while self.held_bytes > self._bound_bytes and len(self._records) > 1:
-            self.held_bytes -= len(self._records.popleft()) + RECORD_COST_BYTES
         self.next_seq += 1
-        return self.next_seq - 1
+        seq = self.next_seq - 1
+        while self.held_bytes > self.bound_bytes and self.oldest_seq < min(seq, needed_from):
+            self.held_bytes -= len(self._records.popleft()) + RECORD_COST_BYTES
+        return seq
 
     def after(self, seq: int) -> list[bytes] | None:
         """Return the records behind `seq`, None when the first of them is gone or `seq` was never given."""

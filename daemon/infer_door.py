@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
-import msgspec
-
-from seedance.daemon.doors import infer, openai_response
+from seedance.daemon.doors import infer
 from seedance.daemon.doors.errors import ApiError, infer_error
-from seedance.daemon.doors.infer import Cancel, InferRequest, InferStream, Rejected
-from seedance.daemon.doors.openai_response import Usage
-from seedance.daemon.protocol.frame import CloseCode, TextTemplate, frame_text
+from seedance.daemon.doors.infer import Cancel, InferRequest, NumberedMessages, Rejected, Resume
+from seedance.daemon.infer_answers import DirectAnswer, KeptAnswer
+from seedance.daemon.kept_stream import KeptStream, RequestKey
+from seedance.daemon.kept_streams import MESSAGES, KeptStreams
+from seedance.daemon.protocol.frame import CloseCode, frame_text
 from seedance.daemon.protocol.websocket import (
     BinaryReceived,
+    CloseReceived,
     Event,
     PongReceived,
     TextReceived,
@@ -22,11 +23,8 @@ from seedance.daemon.protocol.websocket import (
 )
 from seedance.daemon.ring.driver import Flow
 from seedance.daemon.service import Answer, Service
-from seedance.daemon.stream import Sink
-from seedance.engine.request import FinishReason, TokenLogprobs
 
 _log = logging.getLogger(__name__)
-_json = msgspec.json.Encoder().encode
 
 MAX_STREAMS: Final = 256
 """Streams at once on one connection, whatever the tenant's own limit."""
@@ -159,147 +157,197 @@ class EchoConnection(WebSocketConnection):
                 self.web_socket.send_binary(message)
 
 
+class InferOwner(Owner, Protocol):
+    """What a connection of the JSON door needs of its worker."""
+
+    streams: KeptStreams
+
+
 class InferConnection(WebSocketConnection):
-    """A client of `/v2/infer`."""
+    """A client of `/v2/infer`: the streams that are its own, and those that it reads."""
 
-    __slots__ = ("_answers",)
+    __slots__ = ("_running",)
 
-    def __init__(self, owner: Owner, flow: Flow, message_bytes: int) -> None:
+    _owner: InferOwner
+
+    def __init__(self, owner: InferOwner, flow: Flow, message_bytes: int) -> None:
         super().__init__(owner, flow, message_bytes)
-        self._answers: dict[str | None, _InferAnswer] | None = None  # most connections idle: no dict until it is needed
+        self._running: dict[str | None, DirectAnswer | MessageReader] | None = None  # most idle: no dict without need
 
     def message_received(self, message: str | bytes) -> None:
         parsed = infer.parse(message)
         if isinstance(parsed, Rejected):
             self.send(frame_text(parsed.message()))
         elif isinstance(parsed, Cancel):
-            answer = (self._answers or {}).get(parsed.id)
-            if answer is not None:
-                answer.cancelled_by_client()
+            running = (self._running or {}).get(parsed.id)
+            if running is not None:
+                running.cancelled_by_client()
         else:
-            self._infer(parsed)
+            try:
+                if isinstance(parsed, Resume):
+                    self._resume(parsed)
+                elif parsed.resumable:
+                    self._begin_kept(parsed, message)
+                else:
+                    self._begin(parsed)
+            except ApiError as error:
+                self.send(frame_text(infer_error(error, parsed.id)))
 
-    def _infer(self, request: InferRequest) -> None:
+    def _begin(self, request: InferRequest) -> None:
+        self._check_place(request.id)
         service = self._owner.service
-        answers = self._answers if self._answers is not None else {}
-        try:
-            if request.id in answers:
-                which = "without an id" if request.id is None else f"with id '{request.id}'"
-                raise ApiError("invalid_request", f"cannot start a second stream {which} before the first has ended")
-            if len(answers) >= MAX_STREAMS:
-                raise ApiError("rate_limited", f"cannot run more than {MAX_STREAMS} streams on one connection")
-            service.admit(request.model, 1)
-            answer = _InferAnswer(self, service, request)
-            answer.urgency = service.urgency(self.flow.fd, request.deadline_ms)
-            self._answers = answers
-            answers[request.id] = answer
-            if request.messages is None:
-                assert request.prompt is not None
-                service.begin(request, [request.prompt], answer)
-            else:
-                service.begin_chat(request, answer)
-        except ApiError as error:
-            self.send(frame_text(infer_error(error, request.id)))
+        service.admit(request.model, 1)
+        answer = DirectAnswer(self, service, request)
+        self._put(request.id, answer)
+        self._ask(request, answer)
 
-    def end_stream(self, stream_id: str | None, last_message: bytes) -> None:
-        """Send a stream's last message and forget it."""
-        if self._answers is not None:
-            self._answers.pop(stream_id, None)
-            if not self._answers:
-                self._answers = None
-        self.send(frame_text(last_message))
+    def _begin_kept(self, request: InferRequest, message: str | bytes) -> None:
+        self._check_place(request.id)
+        streams, service, key = self._owner.streams, self._owner.service, None
+        if request.idempotency_key is not None:
+            data = message.encode() if isinstance(message, str) else message
+            key = RequestKey.of(request.idempotency_key, data)
+            if (stream := streams.begun(MESSAGES, key)) is not None:
+                self._read(request.id, stream, 0)
+                return
+        service.admit(request.model, 1)
+        stream = streams.begin(MESSAGES, key)
+        answer = stream.answer = KeptAnswer(stream, service)
+        # Before any work is done for it: a client that goes away in the middle of that knows what to come back for.
+        stream.begin()
+        self._read(request.id, stream, 0)
+        self._ask(request, answer)
+
+    def _ask(self, request: InferRequest, answer: Answer) -> None:
+        service = self._owner.service
+        answer.urgency = service.urgency(self.flow.fd, request.deadline_ms)
+        if request.messages is None:
+            assert request.prompt is not None
+            service.begin(request, [request.prompt], answer)
+        else:
+            service.begin_chat(request, answer)
+
+    def _resume(self, resume: Resume) -> None:
+        self._check_place(resume.id)
+        self._read(resume.id, self._owner.streams.find(MESSAGES, resume.token), resume.last_seq)
+
+    def _read(self, id: str | None, stream: KeptStream, last_seq: int) -> None:
+        reader = MessageReader(self, id, stream, self._owner.streams.resume_for_ms)
+        self._put(id, reader)
+        try:
+            stream.connect(reader, last_seq)
+        except ApiError:
+            self.take_out(id)
+            raise
+
+    def _check_place(self, id: str | None) -> None:
+        running = self._running or {}
+        if id in running:
+            which = "without an id" if id is None else f"with id '{id}'"
+            raise ApiError("invalid_request", f"cannot start a second stream {which} before the first has ended")
+        if len(running) >= MAX_STREAMS:
+            raise ApiError("rate_limited", f"cannot run more than {MAX_STREAMS} streams on one connection")
+
+    def _put(self, id: str | None, running: DirectAnswer | MessageReader) -> None:
+        if self._running is None:
+            self._running = {}
+        self._running[id] = running
+
+    def take_out(self, id: str | None) -> None:
+        """Forget a stream."""
+        if self._running is not None:
+            self._running.pop(id, None)
+            if not self._running:
+                self._running = None
+
+    def end_stream(self, id: str | None, last_message: bytes | None = None) -> None:
+        """Send a stream's last message, if it has not been, and forget it."""
+        self.take_out(id)
+        if last_message is not None:
+            self.send(frame_text(last_message))
         if self._owner.leaving and not self.is_busy:
             self.close(CloseCode.GOING_AWAY, "the service is going away")
 
     @property
     def is_busy(self) -> bool:
-        return self._answers is not None
+        return self._running is not None
 
     def cancel_all(self) -> None:
-        answers, self._answers = self._answers, None
-        for answer in (answers or {}).values():
-            self._owner.service.cancel(answer)
+        running, self._running = self._running, None
+        for each in (running or {}).values():
+            each.connection_lost()
+
+    def abandon(self, id: str | None, stream: KeptStream) -> None:
+        """End a kept stream, and keep nothing of it: the client wants no more."""
+        self.take_out(id)
+        self._owner.streams.abandon(stream)
 
     def set_paused(self, is_paused: bool) -> None:
-        for answer in (self._answers or {}).values():
-            self._owner.service.engine.set_paused(answer.streams, is_paused)
+        for each in (self._running or {}).values():
+            each.set_paused(is_paused)
+
+    def backlog_drained(self) -> None:
+        self.set_paused(False)
+        for id, each in list((self._running or {}).items()):
+            if self.flow.waiting_bytes:
+                break
+            if isinstance(each, MessageReader) and self._running is not None:
+                self._running[id] = self._running.pop(id)  # the next time the others come first
+                each.stream.pump()
+
+    def _event(self, event: Event) -> None:
+        if isinstance(event, CloseReceived) and event.code == CloseCode.NORMAL:
+            for each in list((self._running or {}).values()):
+                each.abandoned()
+        super()._event(event)
 
 
-_PLAIN: Final = TextTemplate(*InferStream().around_text())
+class MessageReader:
+    """A connection as it reads a kept stream; see `kept_stream.Reader`. `id` is the client's own for it."""
 
+    __slots__ = ("_connection", "_id", "_messages", "_resume_for_ms", "stream")
 
-def plain_frame(text: str) -> bytes:
-    """Return the frame of a delta in a stream without an id: the same in all of them."""
-    return _PLAIN.frame(_json(text))
-
-
-class _InferAnswer(Answer):
-    """One stream of a connection, and its own sink."""
-
-    __slots__ = ("_builder", "_connection", "_flow", "_id", "_logprobs", "_parts", "_service", "_template")
-
-    def __init__(self, connection: InferConnection, service: Service, request: InferRequest) -> None:
-        super().__init__()
+    def __init__(self, connection: InferConnection, id: str | None, stream: KeptStream, resume_for_ms: int) -> None:
         self._connection = connection
-        self._flow = connection.flow
-        self._service = service
-        self._id = request.id
-        self._builder = InferStream(request.id)
-        self._template = TextTemplate(*self._builder.around_text()) if request.id is not None else _PLAIN
-        self._parts: list[str] | None = None if request.streams() else []
-        self._logprobs: dict[str, Any] | None = None
+        self._id = id
+        self._messages = NumberedMessages(id)
+        self._resume_for_ms = resume_for_ms
+        self.stream = stream
 
-    def sink(self, index: int) -> Sink:
-        return self
+    def begin(self) -> None:
+        kept = self.stream.kept
+        self._connection.send(frame_text(self._messages.welcome(kept.name, kept.token, self._resume_for_ms)))
 
-    def started(self) -> None:
-        if self._template is _PLAIN and self._parts is None:
-            self._service.engine.bypass(self.streams[0], self._flow.fd, self._connection.fell_behind)
+    def take(self, first_seq: int, records: Sequence[bytes]) -> int:
+        message = self._messages.message
+        frames = [frame_text(message(seq, record)) for seq, record in enumerate(records, first_seq)]
+        return self._connection.flow.send(b"".join(frames))
 
-    def failed(self, error: ApiError) -> None:
-        self.stream_failed(error)
+    def all_taken(self) -> None:
+        self._connection.end_stream(self._id)
+
+    def taken_over(self) -> None:
+        connection = self._connection
+        connection.take_out(self._id)
+        if not connection.is_busy:
+            connection.close(CloseCode.GOING_AWAY, "another connection goes on with the stream")
+
+    def fail(self, error: ApiError) -> None:
+        self._connection.end_stream(self._id, infer_error(error, self._id))
+
+    # -- what its connection does with it -----------------------------------------------------------------------------
+
+    def connection_lost(self) -> None:
+        """Leave the stream: that is no cancel."""
+        self.stream.disconnected(self)
 
     def cancelled_by_client(self) -> None:
-        """End with what there is."""
-        self._service.cancel(self)
-        self.stream_finished(FinishReason.ABORT)
+        """End the stream with what there is."""
+        self.stream.cancelled_by_client()
 
-    def text_arrived(self, text: str) -> None:
-        if self._parts is None:
-            # The hot path: past the connection, straight to its flow.
-            waiting_bytes = self._flow.send(self._template.frame(_json(text)))
-            if waiting_bytes:
-                self._connection.fell_behind(waiting_bytes)
-        else:
-            self._parts.append(text)
+    def abandoned(self) -> None:
+        """End the stream, and keep nothing of it."""
+        self._connection.abandon(self._id, self.stream)
 
-    def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
-        logprobs = openai_response.chat_logprobs(positions, self._service.vocabulary)
-        if self._parts is None:
-            self._connection.send(frame_text(self._builder.delta_logprobs(text, logprobs)))
-        else:
-            self._parts.append(text)
-            if self._logprobs is None:
-                self._logprobs = logprobs
-            else:
-                openai_response.extend_logprobs(self._logprobs, logprobs)
-
-    def note_arrived(self, note: str) -> None:
-        if self._parts is None:
-            self._connection.send(frame_text(self._builder.note(note)))
-
-    def stream_finished(self, reason: FinishReason) -> None:
-        usage = Usage(
-            self.prompt_tokens,
-            sum(stream.output_tokens for stream in self.streams),
-            sum(stream.cached_tokens for stream in self.streams),
-        )
-        retry_after_s = self._service.retry_after_s() if reason is FinishReason.QUOTA_EXCEEDED else None
-        if self._parts is None:
-            message = self._builder.finish(reason, usage, retry_after_s)
-        else:
-            message = self._builder.whole("".join(self._parts), reason, usage, self._logprobs, retry_after_s)
-        self._connection.end_stream(self._id, message)
-
-    def stream_failed(self, error: ApiError) -> None:
-        self._connection.end_stream(self._id, self._builder.error(error))
+    def set_paused(self, is_paused: bool) -> None:
+        """Nothing: the stream knows by itself when too much waits."""

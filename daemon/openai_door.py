@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -13,6 +13,7 @@ from seedance.daemon.doors import openai_response
 from seedance.daemon.doors.errors import ApiError, openai_error_body, retry_after
 from seedance.daemon.doors.openai_request import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from seedance.daemon.doors.openai_response import ChatStream, Choice, CompletionStream, Usage
+from seedance.daemon.event_streams import KeptEvents
 from seedance.daemon.protocol import sse
 from seedance.daemon.protocol.sse import EventTemplate
 from seedance.daemon.ring.driver import Flow
@@ -23,7 +24,23 @@ from seedance.engine.request import FinishReason, TokenLogprobs
 _json: Final = msgspec.json.Encoder().encode
 
 
-class Exchange(Protocol):
+class Output(Protocol):
+    """Where the events of a streamed answer go."""
+
+    def fail(self, error: ApiError) -> None:
+        """Send an error response: the last call."""
+
+    def start_stream(self, headers: Sequence[tuple[str, str]]) -> None:
+        """Begin a streamed response with status 200."""
+
+    def write(self, data: bytes) -> None:
+        """Send an event of the streamed response."""
+
+    def end_stream(self) -> None:
+        """End the streamed response: the last call."""
+
+
+class Exchange(Output, Protocol):
     """One request's half of an HTTP connection that an answer writes to.
 
     What is sent on `flow` directly must be in HTTP chunks already, where the response is `chunked`.
@@ -38,20 +55,11 @@ class Exchange(Protocol):
     def respond(self, status: int, headers: Sequence[tuple[str, str]], body: bytes) -> None:
         """Send a whole response: the last call."""
 
-    def fail(self, error: ApiError) -> None:
-        """Send an error response: the last call."""
-
-    def start_stream(self, headers: Sequence[tuple[str, str]]) -> None:
-        """Begin a streamed response with status 200."""
-
-    def write(self, data: bytes) -> None:
-        """Send a piece of the streamed response."""
-
     def fell_behind(self, waiting_bytes: int) -> None:
         """The client has so much to take still of what was sent on `flow` directly."""
 
-    def end_stream(self) -> None:
-        """End the streamed response: the last call."""
+    def keep(self) -> KeptEvents:
+        """Have the answer outlive the connection, which is the first to read it; return where its events go."""
 
 
 def chat(service: Service, exchange: Exchange, body: bytes, deadline_ms: int | None = None) -> Answer:
@@ -76,8 +84,17 @@ def completion(service: Service, exchange: Exchange, body: bytes, deadline_ms: i
 def _answer(
     service: Service, exchange: Exchange, request: ChatRequest | CompletionRequest, deadline_ms: int | None
 ) -> _OpenAIAnswer:
-    kind = _StreamedAnswer if request.stream else _WholeAnswer
-    answer = kind(service, exchange, request)
+    answer: _OpenAIAnswer
+    if request.resumable:
+        events = exchange.keep()
+        answer = _StreamedAnswer(service, events, request, lambda answer, builder: _KeptSink(answer, builder, events))
+        events.made_by(answer)
+    elif request.stream:
+        answer = _StreamedAnswer(
+            service, exchange, request, lambda answer, builder: _DirectSink(answer, builder, exchange)
+        )
+    else:
+        answer = _WholeAnswer(service, exchange, request)
     answer.urgency = service.urgency(exchange.flow.fd, deadline_ms)
     return answer
 
@@ -85,12 +102,12 @@ def _answer(
 class _OpenAIAnswer(Answer):
     """What streamed and whole answers share: identity, usage, and when all choices are done."""
 
-    __slots__ = ("_chat", "_created", "_exchange", "_id", "_model", "_open", "_request", "_service")
+    __slots__ = ("_chat", "_created", "_id", "_model", "_open", "_output", "_request", "_service")
 
-    def __init__(self, service: Service, exchange: Exchange, request: ChatRequest | CompletionRequest) -> None:
+    def __init__(self, service: Service, output: Output, request: ChatRequest | CompletionRequest) -> None:
         super().__init__()
         self._service = service
-        self._exchange = exchange
+        self._output = output
         self._request = request
         self._chat = isinstance(request, ChatRequest)
         self._id = ("chatcmpl-" if self._chat else "cmpl-") + secrets.token_hex(16)
@@ -99,7 +116,7 @@ class _OpenAIAnswer(Answer):
         self._open = 0
 
     def failed(self, error: ApiError) -> None:
-        self._exchange.fail(error)
+        self._output.fail(error)
 
     def usage(self) -> Usage:
         """Return the tokens of all choices; a prompt counts once."""
@@ -119,10 +136,13 @@ class _OpenAIAnswer(Answer):
 
 
 class _StreamedAnswer(_OpenAIAnswer):
-    __slots__ = ("_builders", "_sinks")
+    __slots__ = ("_builders", "_new_sink", "_sinks")
 
-    def __init__(self, service: Service, exchange: Exchange, request: ChatRequest | CompletionRequest) -> None:
-        super().__init__(service, exchange, request)
+    def __init__(
+        self, service: Service, output: Output, request: ChatRequest | CompletionRequest, new_sink: _NewSink
+    ) -> None:
+        super().__init__(service, output, request)
+        self._new_sink = new_sink
         self._builders: list[ChatStream | CompletionStream] = []
         self._sinks: list[_EventSink] = []
 
@@ -131,17 +151,21 @@ class _StreamedAnswer(_OpenAIAnswer):
         builder = kind(self._id, self._model, self._created, index, include_usage=self._request.include_usage())
         self._builders.append(builder)
         self._open += 1
-        sink = _EventSink(self, self._exchange, builder)
+        sink = self._new_sink(self, builder)
         self._sinks.append(sink)
         return sink
 
     def started(self) -> None:
         # At once, not with the first token: the client sees that it is being served, and pings can keep it so.
-        self._exchange.start_stream(sse.HEADERS)
+        self._output.start_stream(sse.HEADERS)
         for builder, sink in zip(self._builders, self._sinks, strict=True):
             sink.started()
             if isinstance(builder, ChatStream):
-                self._exchange.write(builder.role())
+                self._output.write(builder.role())
+
+    def write(self, event: bytes) -> None:
+        """Send an event."""
+        self._output.write(event)
 
     def last_event(self, builder: ChatStream | CompletionStream, reason: FinishReason) -> bytes:
         """Return the last event of a choice."""
@@ -155,34 +179,75 @@ class _StreamedAnswer(_OpenAIAnswer):
         if self._open:
             return
         if self._request.include_usage():
-            self._exchange.write(self._builders[0].usage(self.usage()))
-        self._exchange.write(openai_response.DONE)
-        self._exchange.end_stream()
+            self._output.write(self._builders[0].usage(self.usage()))
+        self._output.write(openai_response.DONE)
+        self._output.end_stream()
 
     def choice_failed(self, error: ApiError) -> None:
         """End the response with an error; the other choices are stopped."""
         self._service.cancel(self)
-        self._exchange.write(openai_response.error_event(error))
-        self._exchange.end_stream()
+        self._output.write(openai_response.error_event(error))
+        self._output.end_stream()
+
+    def cancelled_by_client(self) -> None:
+        self._service.cancel(self)
+        for sink in self._sinks:
+            if not sink.is_over:
+                sink.stream_finished(FinishReason.ABORT)
 
 
 class _EventSink:
-    """One choice of a streamed answer."""
+    """One choice of a streamed answer; `is_over` once its last event was made."""
 
-    __slots__ = ("_answer", "_builder", "_chunked", "_exchange", "_flow", "_offset", "_template")
+    __slots__ = ("_answer", "_builder", "_offset", "_template", "is_over")
 
-    def __init__(self, answer: _StreamedAnswer, exchange: Exchange, builder: ChatStream | CompletionStream) -> None:
+    def __init__(self, answer: _StreamedAnswer, builder: ChatStream | CompletionStream) -> None:
         self._answer = answer
-        self._exchange = exchange
         self._builder = builder
         self._offset = 0
-        self._flow = exchange.flow
         self._template = EventTemplate(*builder.around_text())
+        self.is_over = False
+
+    def started(self) -> None:
+        """The response has begun."""
+
+    def text_arrived(self, text: str) -> None:
+        self._write(self._template.event(_json(text)))
+
+    def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
+        logprobs = self._answer.format_logprobs(positions, self._offset)
+        # Offsets are those of the tokens' own texts, as in a whole answer: a part of a character has one too.
+        self._offset += sum(map(len, logprobs.get("tokens", ())))
+        self._write(self._builder.delta_logprobs(text, logprobs))
+
+    def note_arrived(self, note: str) -> None:
+        self._answer.write(sse.comment(note))
+
+    def stream_finished(self, reason: FinishReason) -> None:
+        self.is_over = True
+        self._answer.write(self._answer.last_event(self._builder, reason))
+        self._answer.choice_finished()
+
+    def stream_failed(self, error: ApiError) -> None:
+        self._answer.choice_failed(error)
+
+    def _write(self, event: bytes) -> None:
+        self._answer.write(event)
+
+
+class _DirectSink(_EventSink):
+    """One whose events go to one connection."""
+
+    __slots__ = ("_chunked", "_exchange", "_flow")
+
+    def __init__(self, answer: _StreamedAnswer, builder: ChatStream | CompletionStream, exchange: Exchange) -> None:
+        super().__init__(answer, builder)
+        self._exchange = exchange
+        self._flow = exchange.flow
         self._chunked = True
 
     def started(self) -> None:
-        """The response has begun: it is known now how it is framed."""
-        self._chunked = self._exchange.chunked
+        self._chunked = self._exchange.chunked  # it is known now how the response is framed
 
     def text_arrived(self, text: str) -> None:
         # The hot path: past the connection, straight to its flow.
@@ -191,28 +256,36 @@ class _EventSink:
         if waiting_bytes:
             self._exchange.fell_behind(waiting_bytes)
 
-    def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
-        logprobs = self._answer.format_logprobs(positions, self._offset)
-        # Offsets are those of the tokens' own texts, as in a whole answer: a part of a character has one too.
-        self._offset += sum(map(len, logprobs.get("tokens", ())))
-        self._exchange.write(self._builder.delta_logprobs(text, logprobs))
+
+class _KeptSink(_EventSink):
+    """One whose events are kept, as far as there is room for them."""
+
+    __slots__ = ("_events",)
+
+    def __init__(self, answer: _StreamedAnswer, builder: ChatStream | CompletionStream, events: KeptEvents) -> None:
+        super().__init__(answer, builder)
+        self._events = events
 
     def note_arrived(self, note: str) -> None:
-        self._exchange.write(sse.comment(note))
+        self._events.note(note)
 
-    def stream_finished(self, reason: FinishReason) -> None:
-        self._exchange.write(self._answer.last_event(self._builder, reason))
-        self._answer.choice_finished()
+    def _write(self, event: bytes) -> None:
+        refusal = self._events.refusal
+        if refusal is None:
+            self._events.write(event)
+        else:
+            self._answer.choice_failed(refusal)
 
-    def stream_failed(self, error: ApiError) -> None:
-        self._answer.choice_failed(error)
+
+_NewSink = Callable[[_StreamedAnswer, ChatStream | CompletionStream], _EventSink]
 
 
 class _WholeAnswer(_OpenAIAnswer):
-    __slots__ = ("_sinks",)
+    __slots__ = ("_exchange", "_sinks")
 
     def __init__(self, service: Service, exchange: Exchange, request: ChatRequest | CompletionRequest) -> None:
         super().__init__(service, exchange, request)
+        self._exchange = exchange
         self._sinks: list[_TextSink] = []
 
     def sink(self, index: int) -> Sink:

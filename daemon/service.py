@@ -62,6 +62,10 @@ class Answer:
         """The request cannot run: the last call."""
         raise NotImplementedError
 
+    def cancelled_by_client(self) -> None:
+        """End with what there is; called only where the door offers it."""
+        raise NotImplementedError
+
 
 class Service:
     """One tenant's access to the engine."""

@@ -73,10 +73,31 @@ class Kept(Generic[T]):
 class SessionLog(Generic[T]):
     """All that is kept for one tenant. `now` is in seconds of a clock that never goes back."""
 
-    __slots__ = ("_bound_bytes", "_kept", "_key", "_left", "_lost", "_oldest", "_random_bytes", "resume_for_s")
+    __slots__ = (
+        "_bound_bytes",
+        "_kept",
+        "_key",
+        "_left",
+        "_lost",
+        "_oldest",
+        "_random_bytes",
+        "beside_bytes",
+        "resume_for_s",
+    )
 
-    def __init__(self, key: bytes, resume_for_s: float, bound_bytes: int, random_bytes: Callable[[int], bytes]) -> None:
-        """`key` is the tenant's own, and the same after a restart; `random_bytes` is `os.urandom`."""
+    def __init__(
+        self,
+        key: bytes,
+        resume_for_s: float,
+        bound_bytes: int,
+        random_bytes: Callable[[int], bytes],
+        beside_bytes: Callable[[], int] = int,
+    ) -> None:
+        """`key` is the tenant's own, and the same after a restart; `random_bytes` is `os.urandom`.
+
+        `beside_bytes` returns what counts against the bound, too, and is kept elsewhere.
+        """
+        self.beside_bytes = beside_bytes
         self._key = key
         self._bound_bytes = bound_bytes
         self._random_bytes = random_bytes
@@ -137,11 +158,11 @@ class SessionLog(Generic[T]):
 
     def expire(self, now: float) -> list[Kept[T]]:
         """Let go of what was left for too long, or there is no room for; return it, for its streams to be ended."""
-        held_bytes = self.held_bytes()
+        excess_bytes = self.excess_bytes()
         while (first := self._first_left()) is not None:
-            if now < self._expiry(first) and held_bytes <= self._bound_bytes:
+            if now < self._expiry(first) and excess_bytes <= 0:
                 break
-            held_bytes -= first.item.held_bytes
+            excess_bytes -= first.item.held_bytes
             self._lose(first)
         lost = list(self._lost)
         self._lost.clear()
@@ -157,6 +178,10 @@ class SessionLog(Generic[T]):
     def held_bytes(self) -> int:
         """Return what all that is kept takes."""
         return sum(kept.item.held_bytes for kept in self._kept.values())
+
+    def excess_bytes(self) -> int:
+        """Return by how much that is over the bound; negative when there is room."""
+        return self.held_bytes() + self.beside_bytes() - self._bound_bytes
 
     def _look_up(self, name: str, now: float, code: str) -> Kept[T] | Absent:
         kept = self._kept.get(name)

@@ -24,8 +24,10 @@ from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.engine_client import EngineClient
 from seedance.daemon.fm_door import FmConnection
 from seedance.daemon.fm_sessions import FmSessions, log_bytes
-from seedance.daemon.infer_door import EchoConnection, InferConnection, WebSocketConnection, plain_frame
+from seedance.daemon.infer_answers import plain_frame
+from seedance.daemon.infer_door import EchoConnection, InferConnection, WebSocketConnection
 from seedance.daemon.journal import Journal
+from seedance.daemon.kept_streams import KeptStreams
 from seedance.daemon.links import (
     LAST_WORDS_S,
     MAX_HANDOVER_BYTES,
@@ -118,6 +120,9 @@ class Worker:
             bound_bytes=self.max_backlog_bytes,
         )
         self.sessions = FmSessions(loop, self.service, settings.session_key, settings.quota, options, journal)
+        self.streams = KeptStreams(
+            loop, self.service, settings.session_key, settings.quota, self.sessions, self.max_backlog_bytes
+        )
         self._engine_changed(settings.engine)
         self._handover = PacketSocket(handover, loop, self._handed_over, self._handover_closed)
         self._control = PacketSocket(control, loop, self._ordered, self._finish)
@@ -219,7 +224,7 @@ class Worker:
         self.service.resume_all()
         self.service.engine.end_overdue()
         idle_s = now - self._idle_since_s
-        is_idle = not self._connections and not len(self.sessions)
+        is_idle = not self._connections and not len(self.sessions) and not len(self.streams)
         if is_idle and not self._idle_told and idle_s >= self._settings.worker.idle_timeout_s:
             self._idle_told = True
             self.sessions.leave()
@@ -297,6 +302,7 @@ class Worker:
         elif isinstance(order, QuotaChanged):
             self.service.quota_changed(order.quota)
             self.sessions.quota_changed(order.quota)
+            self.streams.quota_changed(order.quota)
         elif isinstance(order, Query):
             self._tell_limiter()
             self._report(
@@ -346,6 +352,7 @@ class Worker:
         for connection in list(self._connections):
             connection.flow.abort()
         self.sessions.close()
+        self.streams.close()
         self._tell_limiter()
         self.service.close()
         self.service.engine.close()

@@ -37,6 +37,7 @@ class ApiError(SeedanceError):
     """A request cannot be served: `code` is one of `CODES`, `param` names the field at fault.
 
     `status` overrides the code's HTTP status: a body over the size limit is an `invalid_request` with 413.
+    `oldest_seq` is the oldest sequence of a stream that is kept, where the one asked for is `gone`.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ApiError(SeedanceError):
         param: str | None = None,
         retry_after_s: float | None = None,
         status: int | None = None,
+        oldest_seq: int | None = None,
     ) -> None:
         super().__init__(code, message)
         self.code = code if code in _HTTP else "internal"
@@ -56,6 +58,7 @@ class ApiError(SeedanceError):
         if retry_after_s is None and self.status in _RETRY_STATUSES:
             retry_after_s = _RETRY_AFTER_S
         self.retry_after_s = retry_after_s
+        self.oldest_seq = oldest_seq
 
     def __str__(self) -> str:
         return self.message
@@ -99,16 +102,13 @@ def retry_after(error: ApiError) -> str | None:
 
 def openai_error_body(error: ApiError) -> bytes:
     """Return OpenAI's error object as JSON: an HTTP body, or the data of a server-sent event."""
-    return _encode(
-        {
-            "error": {
-                "message": error.message,
-                "type": error.openai_type,
-                "param": error.param,
-                "code": error.openai_code,
-            }
-        }
-    )
+    body = {
+        "message": error.message,
+        "type": error.openai_type,
+        "param": error.param,
+        "code": error.openai_code,
+    }
+    return _encode({"error": body if error.oldest_seq is None else {**body, "oldest_seq": error.oldest_seq}})
 
 
 def infer_error(error: ApiError, stream_id: str | None = None) -> bytes:
@@ -116,6 +116,8 @@ def infer_error(error: ApiError, stream_id: str | None = None) -> bytes:
     body: dict[str, Any] = {"code": error.code, "message": error.message}
     if error.retry_after_s is not None:
         body["retry_after_ms"] = math.ceil(error.retry_after_s * 1000)
+    if error.oldest_seq is not None:
+        body["oldest_seq"] = error.oldest_seq
     return _encode({"error": body} if stream_id is None else {"id": stream_id, "error": body})
 
 

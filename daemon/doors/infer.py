@@ -3,6 +3,9 @@
 A client asks with a model, a prompt or messages, and the parameters that the OpenAI door has; it gets deltas and one
 last message. With an `id` of its own choice in each request, one connection carries several streams at once, and
 `{"cancel": id}` ends one; without ids there is one stream at a time, and `{"cancel": null}` ends it.
+
+A request with `"resumable": true` is answered first by what to come back with, and each message of its stream has a
+sequence `seq`. `{"resume": token, "last_seq": n}` goes on after that one, on whatever connection.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ class InferRequest(Parameters, kw_only=True):
 
     Without `model`, the one that is served. `stream` is on unless it is false. `logprobs` is the number of
     alternatives at each position. `deadline_ms` is how soon the first token is wanted, from the request's arrival on.
+    `idempotency_key` is the client's own name for a resumable request, which may then be sent again.
     """
 
     id: StreamId | None = None
@@ -40,6 +44,7 @@ class InferRequest(Parameters, kw_only=True):
     messages: Messages | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     deadline_ms: Annotated[int, Meta(ge=1, le=MOST_DEADLINE_MS)] | None = None
+    idempotency_key: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = None
 
@@ -66,6 +71,14 @@ class Cancel(msgspec.Struct, frozen=True):
     id: str | None
 
 
+class Resume(msgspec.Struct, frozen=True):
+    """The client goes on with the stream of this token, after `last_seq`; messages are to have this `id`."""
+
+    id: str | None
+    token: str
+    last_seq: int
+
+
 class Rejected(msgspec.Struct, frozen=True):
     """A message that cannot be served; `message()` is the answer. `id` is the client's, as far as it was readable."""
 
@@ -80,13 +93,15 @@ class Rejected(msgspec.Struct, frozen=True):
 class _Envelope(msgspec.Struct):
     id: StreamId | None = None
     cancel: StreamId | UnsetType | None = UNSET
+    resume: str | None = None
+    last_seq: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
 
 
 _envelope: Final = msgspec.json.Decoder(_Envelope)
 _request: Final = msgspec.json.Decoder(InferRequest)
 
 
-def parse(data: bytes | str) -> InferRequest | Cancel | Rejected:
+def parse(data: bytes | str) -> InferRequest | Cancel | Resume | Rejected:
     """Return what one WebSocket message asks for; never raises."""
     stream_id: str | None = None
     try:
@@ -94,6 +109,8 @@ def parse(data: bytes | str) -> InferRequest | Cancel | Rejected:
         stream_id = envelope.id
         if envelope.cancel is not UNSET:
             return Cancel(envelope.cancel)
+        if envelope.resume is not None:
+            return Resume(stream_id, envelope.resume, envelope.last_seq)
         return read(data)
     except ApiError as error:
         return Rejected(stream_id, error)
@@ -158,6 +175,25 @@ class InferStream:
         return _encode(fields if self._id is None else {"id": self._id, **fields})
 
 
+class NumberedMessages:
+    """What is around the messages of a kept stream, which are made without an id and without their sequence."""
+
+    __slots__ = ("_head",)
+
+    def __init__(self, stream_id: str | None) -> None:
+        """`stream_id` is the client's own, on the connection that the messages go to."""
+        self._head = b"{" if stream_id is None else b'{"id":' + _encode(stream_id) + b","
+
+    def welcome(self, name: str, token: str, resume_for_ms: int) -> bytes:
+        """Return the first message: by what the stream is ended, with what it is gone on with, and for how long."""
+        fields = {"stream_id": name, "resume": token, "resume_for_ms": resume_for_ms}
+        return self._head + _encode(fields)[1:]
+
+    def message(self, seq: int, record: bytes) -> bytes:
+        """Return a message with its sequence."""
+        return b'%b"seq":%d,%b' % (self._head, seq, record[1:])
+
+
 def _ending(finish_reason: FinishReason | str, usage: Usage, retry_after_s: float | None) -> dict[str, Any]:
     ending: dict[str, Any] = {"finish_reason": finish_reason, "usage": usage.as_json()}
     if retry_after_s is not None:
@@ -171,6 +207,8 @@ def _check(request: InferRequest) -> None:
     if request.stream is None and request.stream_options is not None:
         request.stream = True
     check(request)
+    if request.idempotency_key is not None and not request.resumable:
+        raise invalid("cannot use 'idempotency_key': it needs 'resumable' to be true", "idempotency_key")
     if request.choices() != 1:
         raise invalid("cannot use 'n': this door makes one text a request; send several requests with ids", "n")
     if request.tools:

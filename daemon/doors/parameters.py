@@ -66,9 +66,13 @@ class JsonSchemaFormat(msgspec.Struct, tag="json_schema"):
 
 
 class Parameters(msgspec.Struct, kw_only=True):
-    """The fields of a request that are no prompt, as they came; None is absent."""
+    """The fields of a request that are no prompt, as they came; None is absent.
+
+    `resumable` is ours: the stream outlives its connection.
+    """
 
     stream: bool | None = None
+    resumable: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: PositiveInt | None = None
     min_tokens: Count | None = None
@@ -105,6 +109,10 @@ class Parameters(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: Any = None
     skip_special_tokens: Any = None
     prompt_embeds: Any = None
+
+    def streams(self) -> bool:
+        """Return whether the text shall come in parts."""
+        return bool(self.stream)
 
     def choices(self) -> int:
         """Return how many texts are wanted for one prompt."""
@@ -167,6 +175,8 @@ def check(request: Parameters) -> None:
         raise invalid(f"cannot use 'min_tokens': {shortest} is over 'max_tokens', {longest}", "min_tokens")
     if request.stream_options is not None and not request.stream:
         raise invalid("cannot use 'stream_options': it needs 'stream' to be true", "stream_options")
+    if request.resumable and not request.streams():
+        raise invalid("cannot use 'resumable': it needs 'stream' to be true", "resumable")
     if request.n is not None and request.n > 1 and request.temperature == 0:
         raise invalid("cannot use 'n' over 1 with 'temperature' 0: all choices would be the same", "n")
     if isinstance(request.response_format, JsonSchemaFormat):

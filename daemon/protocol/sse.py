@@ -42,6 +42,14 @@ def comment(text: str) -> bytes:
     return _lines(b": ", text.encode()) + b"\n"
 
 
+def comment_line(text: str) -> bytes:
+    """Return a comment without an empty line behind it, for streams whose events have ids.
+
+    OpenAI's client (2.x) takes an empty line for an event without data once it has seen an id; §9.2.6 says otherwise.
+    """
+    return _lines(b": ", text.encode())
+
+
 def _lines(prefix: bytes, data: bytes) -> bytes:
     if b"\n" not in data and b"\r" not in data:
         return prefix + data + b"\n"

@@ -42,3 +42,15 @@ def test_the_newest_is_kept_however_long() -> None:
     assert (history.oldest_seq, history.after(3)) == (4, [b"x" * 10_000])
     history.append(b"y")
     assert history.after(4) == [b"y"]
+
+
+def test_what_is_needed_still_is_kept_over_the_bound() -> None:
+    history = filled(3, kept=3)
+    for number in range(3):
+        history.append(b"y" * 10, needed_from=2)
+        assert (history.oldest_seq, history.next_seq) == (2, 5 + number)
+    history.append(b"y" * 10, needed_from=6)
+    assert history.oldest_seq == 5
+    history.bound_bytes = 10 + RECORD_COST_BYTES
+    history.append(b"y" * 10)
+    assert history.oldest_seq == history.next_seq - 1

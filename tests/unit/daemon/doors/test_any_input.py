@@ -16,7 +16,9 @@ from seedance.daemon.doors.errors import ApiError, openai_error_body
 from seedance.daemon.doors.openai_request import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from seedance.daemon.protocol.fm_messages import Infer
 
-FIELDS = sorted({*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, "id", "cancel"})
+FIELDS = sorted(
+    {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, "id", "cancel", "resume", "last_seq"}
+)
 JSON = st.recursive(
     st.none()
     | st.booleans()

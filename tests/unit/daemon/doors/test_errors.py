@@ -95,3 +95,9 @@ def test_an_unexpected_error_keeps_its_text_inside() -> None:
 
 def test_a_status_of_its_own() -> None:
     assert ApiError("invalid_request", "cannot take so long a body", status=413).status == 413
+
+
+def test_what_is_gone_says_what_is_kept() -> None:
+    error = ApiError("gone", "cannot", oldest_seq=7)
+    assert (error.status, json.loads(openai_error_body(error))["error"]["oldest_seq"]) == (410, 7)
+    assert json.loads(infer_error(error))["error"]["oldest_seq"] == 7

@@ -54,10 +54,28 @@ def test_cancel() -> None:
     assert infer.parse('{"cancel":null}') == infer.Cancel(None)
 
 
+def test_resume() -> None:
+    assert infer.parse('{"resume":"t","last_seq":7,"id":"a"}') == infer.Resume("a", "t", 7)
+    assert infer.parse(b'{"resume":"t"}') == infer.Resume(None, "t", 0)
+    for bad in ('{"resume":1}', '{"resume":"t","last_seq":-1}', '{"resume":"t","last_seq":"1"}'):
+        assert rejected(bad).error.code == "invalid_request"
+
+
+def test_the_messages_of_a_kept_stream_are_numbered() -> None:
+    record = infer.InferStream().delta('a "b"')
+    for id, around in ((None, {}), ("x", {"id": "x"})):
+        messages = infer.NumberedMessages(id)
+        assert json.loads(messages.message(12, record)) == {**around, "seq": 12, "delta": 'a "b"'}
+        welcome = {"stream_id": "n", "resume": "n.t", "resume_for_ms": 5}
+        assert json.loads(messages.welcome("n", "n.t", 5)) == {**around, **welcome}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({}, "prompt"),
+        ({"prompt": "x", "stream": False, "resumable": True}, "resumable"),
+        ({"prompt": "x", "idempotency_key": "k"}, "idempotency_key"),
         ({"prompt": "a", "messages": USER}, "prompt"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": "a", "deadline_ms": 0}, "deadline_ms"),

@@ -59,3 +59,8 @@ def test_template_equals_event_and_chunk(text: bytes) -> None:
 def test_template_refuses_line_breaks() -> None:
     with pytest.raises(LocalProtocolError):
         sse.EventTemplate(b"{\n", b"}")
+
+
+def test_a_comment_beside_ids_has_no_empty_line() -> None:
+    assert sse.comment_line("ping") == b": ping\n"
+    assert sse.comment_line("a\nb") == b": a\n: b\n"
