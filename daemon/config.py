@@ -157,6 +157,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     threads        CPU threads for computing; all processors but one without it. A GPU does not use them.
     enforce_eager  true skips CUDA graphs and compilation: a quicker start, slower steps. The default on a CPU.
     dtype          "auto", "bfloat16", "float16" or "float32".
+    load           where the engine for `seedancectl model load` comes up: "beside" the one that runs, "instead" of it
+                   once it has gone, while requests wait, or "auto": beside it where there is memory for both.
 
     `[engine.gpu]`: the part of a GPU that the engine may have, where others share it.
 
@@ -315,6 +317,7 @@ SCHEMA: Final[Schema] = {
         "threads": Field("threads", whole(1, 4096)),
         "enforce_eager": Field("enforce_eager", flag),
         "dtype": Field("dtype", one_of(["auto", "bfloat16", "float16", "float32"])),
+        "load": Field("load", one_of(["auto", "beside", "instead"])),
         "gpu": {
             "device": Field("device", text),
             "threads": Field("threads", _read_part),

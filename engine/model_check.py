@@ -28,7 +28,7 @@ _TELL_S: Final = 0.1
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What to check: `against` is another model's directory, of which is asked whether token ids mean the same there."""
+    """What to check: `against` is another model's directory, do token ids mean the same there?"""
 
     path: str
     against: str = ""
@@ -37,9 +37,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     def arguments(self) -> list[str]:
         """Return the command line that asks for this."""
-        flags = [*([] if self.needs_tokenizer else ["--no-tokenizer"]), *(["--manifest"] if self.needs_manifest else [])]
+        flags = {"--no-tokenizer": not self.needs_tokenizer, "--manifest": self.needs_manifest}
         against = ["--against", self.against] if self.against else []
-        return ["-P", "-m", PROGRAM, *flags, *against, "--", self.path]
+        return ["-P", "-m", PROGRAM, *(flag for flag, is_set in flags.items() if is_set), *against, "--", self.path]
 
 
 class Read(msgspec.Struct, tag="read", frozen=True):
@@ -101,8 +101,8 @@ def _digest_of(path: str) -> str:
 def end_text(status: int) -> str:
     """Say how a check ended that said nothing of its own; `status` is negative for a signal."""
     if status == -signal.SIGBUS:
-        return "a file was cut off while it was read, or its disk failed"
-    return f"its check ended with status {status}"
+        return "cannot check the model: a file was cut off while it was read, or its disk failed"
+    return f"cannot check the model: the check ended with status {status}"
 
 
 def main() -> None:

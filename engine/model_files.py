@@ -71,7 +71,7 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def inspect(path: Path, *, needs_tokenizer: bool = True, needs_manifest: bool = False) -> ModelFiles:
-    """Return what is in a model's directory. Raises ConfigError naming the file, what is wrong, and what would be right."""
+    """Return what is in a model's directory. Raises ConfigError saying which file, why, and what would be right."""
     if not path.is_dir():
         raise ConfigError(str(path), "", "there is no such directory; give that of a model in the hub's format")
     config = _read_config(path / "config.json")

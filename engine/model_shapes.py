@@ -101,7 +101,7 @@ def _is_causal(config: ModelConfig) -> bool:
 
 
 def _matrix_misfit(name: str, tensor: Tensor, rows: int | None, columns: int | None) -> str | None:
-    if tensor.dtype not in _FLOATS or len(tensor.shape) != 2:  # noqa: PLR2004 - packed by a quantization
+    if tensor.dtype not in _FLOATS or len(tensor.shape) != 2:  # packed by a quantization
         return None
     for key, wanted, there in (("vocab_size", rows, tensor.shape[0]), ("hidden_size", columns, tensor.shape[1])):
         if wanted is not None and wanted != there:

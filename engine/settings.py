@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from seedance.engine.model_load import Place
 from seedance.qos.gpu import GpuPart
 
 
@@ -35,7 +36,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     name; empty for the synthetic engine. `run_dir` holds the engine's own sockets and files, private to one host;
     `cache_dir` is for what it keeps between starts, empty for its default. `queue` bounds the requests of all tenants
     that wait for their first token, 0 for no bound. `trace_bytes` of a trace of them are kept in `cache_dir`, 0 for
-    none. `offline` forbids it to ask a hub. `gpu` is the part of a GPU that it may have.
+    none. `offline` forbids it to ask a hub. `gpu` is the part of a GPU that it may have. `load` says where the
+    engine of a model that is loaded later comes up.
     """
 
     kind: Literal["vllm", "synthetic"]
@@ -53,4 +55,5 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cache_dir: str = ""
     offline: bool = False
     gpu: GpuPart = GpuPart()
+    load: Place = "auto"
     synthetic: SyntheticSettings = SyntheticSettings()

@@ -65,6 +65,7 @@ trace = "1MiB"
 threads = 2
 enforce_eager = true
 dtype = "float32"
+load = "instead"
 [engine.gpu]
 device = "MIG-1"
 threads = "50%"
@@ -147,6 +148,7 @@ def test_full_file() -> None:
         threads=2,
         enforce_eager=True,
         dtype="float32",
+        load="instead",
         gpu=GpuPart(device="MIG-1", threads=0.5, memory_bytes=20 << 30, mps_directory="/run/other"),
         synthetic=SyntheticSettings(
             seed=7,

@@ -61,7 +61,7 @@ def test_weights_in_several_files(model: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda model: shutil.rmtree(model), "there is no such directory"),
+        (shutil.rmtree, "there is no such directory"),
         (lambda model: (model / "config.json").unlink(), r"config.json': it is not there"),
         (lambda model: (model / "config.json").write_text("{"), r"config.json': it cannot be read"),
         (lambda model: (model / "tokenizer.json").unlink(), r"tokenizer.json': it is not there"),
@@ -74,7 +74,10 @@ def test_weights_in_several_files(model: Path) -> None:
         (lambda model: (model / MANIFEST).write_text("x y\n"), "line 1 is none of `sha256sum`'s"),
         (lambda model: (model / MANIFEST).write_text("0" * 64 + "  ../x\n"), "line 1 is none of `sha256sum`'s"),
         (lambda model: (model / MANIFEST).write_text("0" * 64 + "  config.json\n"), "it does not list 'model.safet"),
-        (lambda model: (model / INDEX).write_text('{"weight_map": {"a": "../a.safetensors"}}'), "no safetensors file of"),
+        (
+            lambda model: (model / INDEX).write_text('{"weight_map": {"a": "../a.safetensors"}}'),
+            "no safetensors file of",
+        ),
         (lambda model: (model / INDEX).write_text('{"weight_map": {"a": "model.safetensors"}}'), "it lacks tensor 'a'"),
         (lambda model: (model / INDEX).write_text('{"weight_map": {"a": "a.safetensors"}}'), "No such file"),
         (lambda model: shutil.copy(model / "model.safetensors", model / "x.safetensors"), "is in 'model.safet.*' too"),

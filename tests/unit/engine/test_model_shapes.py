@@ -13,7 +13,9 @@ from seedance.engine.safetensors import Tensor
 
 
 def judged(config: dict[str, Any], shapes: dict[str, Any] | None = None, dtype: str = "BF16") -> str | None:
-    tensors = {name: Tensor(dtype, list(shape), (0, 0)) for name, shape in {**SHAPES, **(shapes or {})}.items() if shape}
+    tensors = {
+        name: Tensor(dtype, list(shape), (0, 0)) for name, shape in {**SHAPES, **(shapes or {})}.items() if shape
+    }
     return misfit(parse_config(json.dumps({**CONFIG, **config}).encode()), tensors)
 
 
