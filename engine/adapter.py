@@ -88,9 +88,12 @@ class EngineAdapter(Protocol):
         prompt_token_ids: Sequence[int],
         sampling: Sampling,
         urgency: Urgency = NOT_URGENT,
+        emitted_token_ids: Sequence[int] = (),
     ) -> None:
         """Begin generation `key`, below `ledger.STREAMS` and unique while it lives.
 
+        With `emitted_token_ids`, which must leave something to generate (`Sampling.end_of`), it goes on behind them:
+        they count as its output in all that `sampling` says, and do not come again; `cached_tokens` are not told.
         Raises EngineError when this request can never run.
         """
 

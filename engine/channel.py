@@ -23,12 +23,16 @@ StreamNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """worker → host: begin a generation; `stream` is the worker's number for it, unique on its channel."""
+    """worker → host: begin a generation; `stream` is the worker's number for it, unique on its channel.
+
+    `emitted_token_ids` are those that it brought already, elsewhere: it goes on behind them.
+    """
 
     stream: StreamNumber
     prompt_token_ids: list[int]
     sampling: Sampling
     urgency: Urgency = NOT_URGENT
+    emitted_token_ids: list[int] = []
 
 
 class Abort(msgspec.Struct, tag=2, array_like=True, frozen=True):

@@ -251,7 +251,19 @@ class EngineHost:
             return EngineError("overloaded", f"cannot generate: the engine has {STREAMS} requests already")
         if not self._queue.may_join(channel.tenant.name):
             return EngineError("overloaded", "cannot take this request: the engine's queue is full")
+        if message.emitted_token_ids and self._has_ended(channel, message):
+            return None
         return self._submit(channel, message)
+
+    def _has_ended(self, channel: Channel, message: Submit) -> bool:
+        """End a generation at once that has nothing left to generate."""
+        assert self._model is not None
+        room = self._model.max_model_len - len(message.prompt_token_ids)
+        reason = message.sampling.end_of(message.emitted_token_ids, room, self._model.eos_token_ids)
+        if reason is not None:
+            channel.deltas.append(Delta(message.stream, [], reason))
+            channel.flush()
+        return reason is not None
 
     def _submit(self, channel: Channel, message: Submit) -> EngineError | None:
         assert self._adapter is not None
@@ -260,8 +272,15 @@ class EngineHost:
             key = (key + 1) % STREAMS
         self._key = (key + 1) % STREAMS
         try:
-            generation = Generation(key, channel, message.stream, message.prompt_token_ids, message.sampling)
-            self._adapter.submit(key, channel.tenant, message.prompt_token_ids, message.sampling, message.urgency)
+            generation = Generation(key, channel, message)
+            self._adapter.submit(
+                key,
+                channel.tenant,
+                message.prompt_token_ids,
+                message.sampling,
+                message.urgency,
+                message.emitted_token_ids,
+            )
         except OverflowError:
             return EngineError("invalid_request", "cannot take the prompt: a token id is not a 32-bit number")
         except EngineError as exc:

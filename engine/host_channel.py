@@ -20,12 +20,13 @@ from seedance.engine.channel import (
     QueueBound,
     Receiver,
     Refused,
+    Submit,
     ToHost,
     encode,
     pack_singles,
 )
 from seedance.engine.host_link import ChannelStatistics
-from seedance.engine.request import Sampling, TenantContext
+from seedance.engine.request import TenantContext
 from seedance.errors import RemoteProtocolError
 
 _RECEIVE_BYTES: Final = 256 << 10
@@ -36,20 +37,20 @@ _MAX_MESSAGE_BACKLOG_BYTES: Final = 256 << 10
 class Generation:
     """The record of a running generation: enough to continue it elsewhere. Append only.
 
-    `prompt_token_ids` and `token_ids` (those emitted so far) are arrays of unsigned 32-bit ids.
+    `prompt_token_ids` and `token_ids` (those emitted so far, here or elsewhere) are arrays of unsigned 32-bit ids.
     """
 
-    __slots__ = ("channel", "key", "prompt_token_ids", "sampling", "stream", "token_ids")
+    __slots__ = ("channel", "key", "prompt_token_ids", "sampling", "stream", "token_ids", "urgency")
 
-    def __init__(
-        self, key: int, channel: Channel, stream: int, prompt_token_ids: Iterable[int], sampling: Sampling
-    ) -> None:
+    def __init__(self, key: int, channel: Channel, wish: Submit) -> None:
+        """Raises OverflowError when a token id has more than 32 bits."""
         self.key = key
         self.channel = channel
-        self.stream = stream
-        self.prompt_token_ids = array.array("I", prompt_token_ids)
-        self.sampling = sampling
-        self.token_ids = array.array("I")
+        self.stream = wish.stream
+        self.prompt_token_ids = array.array("I", wish.prompt_token_ids)
+        self.sampling = wish.sampling
+        self.urgency = wish.urgency
+        self.token_ids = array.array("I", wish.emitted_token_ids)
 
 
 class ChannelOwner(Protocol):

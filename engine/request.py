@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -42,6 +43,18 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None
     json_schema: str | None = None
     json_object: bool = False
+
+    def end_of(self, emitted_token_ids: Sequence[int], room: int, eos_token_ids: Sequence[int]) -> FinishReason | None:
+        """Return why a generation with this output has ended, None when it has not; `room` is its context's for output.
+
+        A stop token within the first `min_tokens` is one like others.
+        """
+        count = len(emitted_token_ids)
+        if count > self.min_tokens:
+            last = emitted_token_ids[-1]
+            if last in self.stop_token_ids or (not self.ignore_eos and last in eos_token_ids):
+                return FinishReason.STOP
+        return FinishReason.LENGTH if count >= min(self.max_tokens, room) else None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -89,17 +89,21 @@ class SyntheticEngine:
         now: float,
         row: int = 0,
         urgency: Urgency = NOT_URGENT,
+        emitted_token_ids: Sequence[int] = (),
     ) -> None:
         """Queue a generation. Raises EngineError when it does not fit into the context or the KV blocks."""
         limit = self._settings.max_model_len
-        if not 0 < len(prompt_token_ids) < limit:
+        length = len(prompt_token_ids) + len(emitted_token_ids)
+        if not 0 < length < limit:
             raise EngineError(
                 "context_too_long" if prompt_token_ids else "invalid_request",
-                f"cannot take a prompt of {len(prompt_token_ids)} tokens: it needs 1 to {limit - 1}",
+                f"cannot take a prompt of {length} tokens: it needs 1 to {limit - 1}",
             )
-        if not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < VOCAB_SIZE:
-            raise EngineError("invalid_request", f"cannot take the prompt: its token ids must be 0 to {VOCAB_SIZE - 1}")
-        stream = Stream(key, prompt_token_ids, sampling, self._settings)
+        for token_ids in filter(None, (prompt_token_ids, emitted_token_ids)):
+            if not 0 <= min(token_ids) <= max(token_ids) < VOCAB_SIZE:
+                text = f"cannot take the prompt: its token ids must be 0 to {VOCAB_SIZE - 1}"
+                raise EngineError("invalid_request", text)
+        stream = Stream(key, prompt_token_ids, sampling, self._settings, emitted_token_ids)
         self._now = max(self._now, now)
         self._scheduler.submitted(key, row, key, stream.length, stream.remaining, self._now, urgency)
         if self._last_step is None:
@@ -298,10 +302,12 @@ class SyntheticAdapter:
         prompt_token_ids: Sequence[int],
         sampling: Sampling,
         urgency: Urgency = NOT_URGENT,
+        emitted_token_ids: Sequence[int] = (),
     ) -> None:
-        """Begin a generation."""
+        """Begin a generation, or go on with one exactly as it would have gone on."""
         self._ledger.set_paused(key, False)
-        self._engine.submit(key, prompt_token_ids, sampling, self._loop.time(), tenant.row, urgency)
+        now = self._loop.time()
+        self._engine.submit(key, prompt_token_ids, sampling, now, tenant.row, urgency, emitted_token_ids)
         self._arm()
 
     def abort(self, keys: Sequence[int]) -> None:

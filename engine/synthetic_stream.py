@@ -72,16 +72,24 @@ class Stream:
         "token_ids",
     )
 
-    def __init__(self, key: int, prompt_token_ids: Sequence[int], sampling: Sampling, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        key: int,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        settings: EngineSettings,
+        emitted_token_ids: Sequence[int] = (),
+    ) -> None:
         seed = settings.synthetic.seed if sampling.seed is None else sampling.seed
         eos_below = _eos_below(settings.synthetic.eos_probability)
         self.key = key
-        self.length = len(prompt_token_ids)
+        emitted = len(emitted_token_ids)
+        self.length = len(prompt_token_ids) + emitted
         # An ignored end-of-text is a token like others, at any place.
-        eos_from = 0 if sampling.ignore_eos else sampling.min_tokens
-        self.token_ids = _generate(seed, prompt_token_ids, eos_below, eos_from)
-        self.min_length = self.length + sampling.min_tokens
-        self.remaining = min(sampling.max_tokens, settings.max_model_len - self.length)
+        eos_from = 0 if sampling.ignore_eos else sampling.min_tokens - emitted
+        self.token_ids = _generate(seed, [*prompt_token_ids, *emitted_token_ids], eos_below, eos_from)
+        self.min_length = len(prompt_token_ids) + sampling.min_tokens
+        self.remaining = min(sampling.max_tokens - emitted, settings.max_model_len - self.length)
         self.ends = frozenset(sampling.stop_token_ids)
         if eos_below and not sampling.ignore_eos:
             self.ends |= {EOS_ID}

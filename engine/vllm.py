@@ -239,11 +239,14 @@ class VllmAdapter:
         prompt_token_ids: Sequence[int],
         sampling: Sampling,
         urgency: Urgency = NOT_URGENT,
+        emitted_token_ids: Sequence[int] = (),
     ) -> None:
         """Begin generation `key`. Raises EngineError when it can never run, EngineDead when there is no engine."""
         if self._connection is None or self._state is not EngineState.READY:
             raise EngineDead(f"cannot generate: the engine is {self._state}")
-        frames = self._connection.submit(key, tenant, prompt_token_ids, sampling, time.time(), urgency)
+        frames = self._connection.submit(
+            key, tenant, prompt_token_ids, sampling, time.time(), urgency, emitted_token_ids
+        )
         self._ledger.set_paused(key, False)
         self._send(frames)
 

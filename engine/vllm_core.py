@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from seedance.engine import vllm_sampling, vllm_scheduler, vllm_wire
+from seedance.engine import vllm_continue, vllm_sampling, vllm_scheduler, vllm_wire
 from seedance.engine.ledger import Ledger
 from seedance.engine.vllm_control import (
     STATISTICS,
@@ -178,7 +178,7 @@ def _extend(core: Any, launch: Launch) -> None:
         # error's output that a request can fill is its trace headers, so the reason travels in those.
         try:
             validate(request.sampling_params)
-            return compile_grammar(manager, request)
+            return vllm_continue.replay(compile_grammar(manager, request), request)
         except Exception as exc:
             request.trace_headers = {vllm_wire.ERROR_KEY: f"cannot constrain the output: {reason_of(exc)}"}
             raise
@@ -193,6 +193,8 @@ def _extend(core: Any, launch: Launch) -> None:
             process_weights(model, *args)
 
         loader.process_weights_after_loading = count_and_process
+    states = importlib.import_module("vllm.v1.worker.gpu_input_batch").CachedRequestState
+    vllm_continue.begin_states_behind(states)
     core.EngineCoreProc._perform_handshakes = perform_handshakes
     structured.StructuredOutputManager._create_grammar = create_grammar
     setattr(core.EngineCore, STATISTICS, _statistics)

@@ -19,6 +19,7 @@ from seedance.errors import EngineError
 
 OUTPUT_KIND_DELTA: Final = 1
 URGENCY_KEY: Final = "urgency"
+EMITTED_KEY: Final = "emitted"
 _MAX_JSON_NESTING: Final = 64  # vLLM's own bound; grammar conversion grows steeply with depth
 _RANGES: Final = (
     ("temperature", 0.0, 2.0),
@@ -78,17 +79,19 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     structured_backend: str | None
 
 
-def check_request(prompt: Sequence[int], sampling: Sampling, facts: ModelFacts) -> None:
+def check_request(prompt: Sequence[int], sampling: Sampling, facts: ModelFacts, emitted: Sequence[int] = ()) -> None:
     """Raise EngineError for what vLLM would refuse, or what would harm the core: it checks nothing on this path."""
     if not prompt:
         raise invalid_request("cannot generate from an empty prompt: send at least one token")
-    if len(prompt) >= facts.max_model_len:
+    length = len(prompt) + len(emitted)
+    if length >= facts.max_model_len:
         raise EngineError(
             "context_too_long",
-            f"cannot take a prompt of {len(prompt)} tokens: the model's context is {facts.max_model_len} tokens "
+            f"cannot take a prompt of {length} tokens: the model's context is {facts.max_model_len} tokens "
             "and one of them must be left for the output",
         )
     _check_token_ids("prompt", prompt, facts)
+    _check_token_ids("emitted_token_ids", emitted, facts)
     _check_token_ids("stop_token_ids", sampling.stop_token_ids, facts)
     for name, ok, right in _rules(sampling, facts):
         if not ok:
@@ -158,9 +161,16 @@ def invalid_request(message: str) -> EngineError:
 
 
 def sampling_params(
-    sampling: Sampling, tenant: TenantContext, facts: ModelFacts, urgency: Urgency = NOT_URGENT
+    sampling: Sampling,
+    tenant: TenantContext,
+    facts: ModelFacts,
+    urgency: Urgency = NOT_URGENT,
+    emitted: Sequence[int] = (),
 ) -> SamplingParams:
-    """Return vLLM's parameters for a checked `sampling`; tenant and urgency go along for the scheduler."""
+    """Return vLLM's parameters for a checked `sampling`.
+
+    Tenant and urgency go along for the scheduler, and what was emitted elsewhere for `vllm_continue`.
+    """
     s = sampling
     stop_ids = list(dict.fromkeys(s.stop_token_ids))
     eos_ids = [] if facts.eos_token_id is None else [facts.eos_token_id]
@@ -172,6 +182,10 @@ def sampling_params(
     if s.json_schema is not None or s.json_object:
         structured = StructuredOutputs(s.json_schema, s.json_object or None, facts.structured_backend)
     bias = s.logit_bias and {token_id: min(100.0, max(-100.0, value)) for token_id, value in s.logit_bias.items()}
+    extra_args: dict[str, Any] = {"row": tenant.row}
+    extra_args[URGENCY_KEY] = [urgency.deadline_s, urgency.rtt_s, urgency.rtt_variance_s]
+    if emitted:
+        extra_args[EMITTED_KEY] = list(emitted)
     return SamplingParams(
         presence_penalty=s.presence_penalty,
         frequency_penalty=s.frequency_penalty,
@@ -193,5 +207,5 @@ def sampling_params(
         _all_stop_token_ids=all_stop_ids,
         structured_outputs=structured,
         logit_bias=bias or None,
-        extra_args={"row": tenant.row, URGENCY_KEY: [urgency.deadline_s, urgency.rtt_s, urgency.rtt_variance_s]},
+        extra_args=extra_args,
     )

@@ -29,6 +29,7 @@ from seedance.engine.ledger import Ledger
 from seedance.engine.request import Urgency
 from seedance.engine.scheduling import PolicySettings, Step
 from seedance.engine.token_scheduler import TokenScheduler
+from seedance.engine.vllm_continue import begin_behind
 from seedance.engine.vllm_sampling import URGENCY_KEY
 from seedance.engine.vllm_wire import QUOTA_KEY
 from seedance.errors import EngineDead, EngineError
@@ -98,11 +99,12 @@ _REQUEST_FIELDS: Final = (
     "max_tokens",
     "next_decode_eligible_step",
     "num_computed_tokens",
-    "num_prompt_tokens",
+    "prefill_stats",
     "request_id",
     "sampling_params",
     "status",
 )
+_REQUEST_MEMBERS: Final = ("append_output_token_ids", "num_output_tokens", "num_tokens")
 
 
 def check_scheduler(base: type, request: type, version: str) -> None:
@@ -116,6 +118,7 @@ def check_scheduler(base: type, request: type, version: str) -> None:
             wrong.append(f"has no method '{name}({', '.join(parameters)})'")
     kept = set(inspect.getattr_static(request, "__init__").__code__.co_names)
     wrong += [f"has requests without '{name}'" for name in _REQUEST_FIELDS if name not in kept]
+    wrong += [f"has requests without '{name}'" for name in _REQUEST_MEMBERS if not hasattr(request, name)]
     if wrong:
         text = f"vLLM {version} schedules otherwise than {_VERSION}, install that one: its {base.__name__} {wrong[0]}"
         raise EngineDead(text)
@@ -184,6 +187,7 @@ class TokenSteps(_Scheduler):
 
     def add_request(self, request: Any) -> None:
         """Park a new request, or wait for what must be compiled for it."""
+        begin_behind(request)
         super().add_request(request)
         self.waiting.remove_request(request)
         if self._is_blocked_waiting_status(request.status):
@@ -195,14 +199,15 @@ class TokenSteps(_Scheduler):
         key = request.request_id
         extra = request.sampling_params.extra_args or {}
         stream = int(key.partition(".")[0])
-        most = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
+        tokens = request.num_tokens
+        most = min(request.max_tokens - request.num_output_tokens, self.max_model_len - tokens)
         self._parked[key] = request
         try:
             self._tokens.submitted(
                 key,
                 extra.get("row", 0),
                 stream,
-                request.num_prompt_tokens,
+                tokens,
                 most,
                 time.monotonic(),
                 Urgency(*extra.get(URGENCY_KEY, ())),

@@ -167,12 +167,13 @@ class CoreConnection:
         sampling: Sampling,
         now_s: float,
         urgency: Urgency = NOT_URGENT,
+        emitted: Sequence[int] = (),
     ) -> Frames:
-        """Begin a generation; `now_s` is wall-clock time. Raises EngineError when it can never run."""
+        """Begin a generation, or go on with one; `now_s` is wall time. Raises EngineError when it can never run."""
         if key in self._names:
             raise invalid_request(f"cannot begin generation {key}: it is already running")
-        check_request(prompt, sampling, self._facts)
-        params = sampling_params(sampling, tenant, self._facts, urgency)
+        check_request(prompt, sampling, self._facts, emitted)
+        params = sampling_params(sampling, tenant, self._facts, urgency, emitted)
         self._serial += 1
         name = f"{key}.{self._serial}"
         salt = tenant.cache_salt or None

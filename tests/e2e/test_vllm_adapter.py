@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 
 from seedance.engine.adapter import EngineState, EngineStatistics, Output
 from seedance.engine.ledger import Ledger
-from seedance.engine.request import FinishReason, ModelInfo, Sampling, TenantContext
+from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, TenantContext
 from seedance.engine.scheduling import TenantLimits, TenantStatistics
 from seedance.engine.vllm import VllmAdapter, VllmSettings
 from seedance.errors import EngineDead, EngineError
@@ -135,10 +135,12 @@ class Engine:
         self.link.symlink_to(self.model_dir)
         self.info = self.run(self.adapter.start(self.events))
 
-    def submit(self, prompt: Sequence[int], tenant: TenantContext = ACME, **sampling: Any) -> int:
+    def submit(
+        self, prompt: Sequence[int], tenant: TenantContext = ACME, emitted: Sequence[int] = (), **sampling: Any
+    ) -> int:
         self._key += 1
         fields = {"max_tokens": MAX_TOKENS, "temperature": 0.0, **sampling}
-        self.adapter.submit(self._key, tenant, prompt, Sampling(**fields))
+        self.adapter.submit(self._key, tenant, prompt, Sampling(**fields), NOT_URGENT, emitted)
         return self._key
 
     async def generate(self, prompt: Sequence[int], tenant: TenantContext = ACME, **sampling: Any) -> list[Output]:
@@ -244,6 +246,50 @@ def test_structured_output_follows_the_schema(engine: Engine) -> None:
     text = Tokenizer.from_file(f"{engine.info.tokenizer_dir}/tokenizer.json").decode(token_ids(outputs))
     assert json.loads(text) in json.loads(schema)["enum"]
     assert outputs[-1].finish_reason is FinishReason.STOP
+
+
+CONTINUED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalties": {"presence_penalty": 1.5, "frequency_penalty": 1.0, "repetition_penalty": 1.2},
+    "min_tokens": {"min_tokens": 35, "stop_token_ids": tuple(range(100, 4096))},
+    "schema": {"json_schema": json.dumps({"type": "array", "items": {"enum": ["red", "blue"]}, "minItems": 3})},
+}
+
+
+@pytest.mark.parametrize("kind", CONTINUED)
+def test_a_continued_generation_says_what_is_left_of_the_whole_one(engine: Engine, kind: str) -> None:
+    asked = {"logprobs": 2, **CONTINUED[kind]}
+
+    async def go() -> None:
+        whole = await engine.generate(make_prompt(200, 5), **asked)
+        ids = token_ids(whole)
+        cuts = [1, 2, len(ids) // 2, len(ids) - 1]
+        keys = [engine.submit(make_prompt(200, 5), emitted=ids[:cut], **asked) for cut in cuts]
+        for cut, key in zip(cuts, keys, strict=True):
+            rest = await engine.events.wait_ended(key)
+            same_answers(token_ids(rest), ids[cut:], whole, cut)
+            assert sum(output.cached_tokens for output in rest) == 0
+            if token_ids(rest) == ids[cut:]:
+                assert rest[-1].finish_reason is whole[-1].finish_reason
+
+    engine.run(go())
+
+
+def same_answers(found: list[int], wanted: list[int], whole: list[Output], cut: int) -> None:
+    """Where they part, the best two tokens were as good as equal."""
+    at = next((at for at, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), None)
+    if at is None:
+        assert len(found) == len(wanted)
+        return
+    row = [row for output in whole for row in output.logprobs or []][cut + at]
+    assert row.logprobs[1] - row.logprobs[2] < LEAST_MARGIN
+
+
+def test_output_that_does_not_fit_the_grammar_ends_in_an_error(engine: Engine) -> None:
+    key = engine.submit(make_prompt(12), emitted=[5, 6, 7, 8], json_schema='{"type": "integer"}')
+    (failed,) = engine.run(engine.events.wait_ended(key))
+    assert failed.finish_reason is FinishReason.ERROR
+    assert failed.error == "cannot constrain the output: ValueError: the output so far does not fit the grammar"
 
 
 def test_a_schema_that_cannot_be_followed_fails_that_request_alone(engine: Engine) -> None:

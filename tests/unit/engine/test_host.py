@@ -54,6 +54,7 @@ class FakeAdapter:
         self.starts: list[float] = []
         self.submitted: list[tuple[int, str, list[int], Sampling]] = []
         self.urgencies: list[Urgency] = []
+        self.emitted: list[list[int]] = []
         self.aborted: list[int] = []
         self.paused: dict[int, bool] = {}
         self.stopped = 0
@@ -78,10 +79,12 @@ class FakeAdapter:
         prompt_token_ids: Sequence[int],
         sampling: Sampling,
         urgency: Urgency = NOT_URGENT,
+        emitted_token_ids: Sequence[int] = (),
     ) -> None:
         if self.refuse is not None:
             raise self.refuse
         self.urgencies.append(urgency)
+        self.emitted.append(list(emitted_token_ids))
         self.submitted.append((key, tenant.name, list(prompt_token_ids), sampling))
 
     def abort(self, keys: Sequence[int]) -> None:
@@ -188,6 +191,22 @@ async def test_generation_from_submit_to_end() -> None:
         it.host.step_completed([Output(first, [], FinishReason.ERROR, None, 0, "cannot go on")])
         assert it.heard() == [Batch([Delta(40, [], FinishReason.ERROR, None, 0, "cannot go on")])]
         assert it.adapter.aborted == []
+
+
+@run
+async def test_generation_that_goes_on_behind_what_it_has_brought() -> None:
+    async with scene() as it:
+        sampling = Sampling(max_tokens=3, stop_token_ids=(9,))
+        await it.say(Submit(40, [1, 2], sampling, NOT_URGENT, [5, 6]))
+        assert it.adapter.emitted == [[5, 6]]
+        assert list(it.host._generations[it.adapter.submitted[0][0]].token_ids) == [5, 6]
+        ended = [([5, 6, 7], "length"), ([5, 9], "stop")]
+        for stream, (emitted, reason) in enumerate(ended):
+            await it.say(Submit(stream, [1, 2], sampling, NOT_URGENT, emitted))
+            assert it.heard() == [Batch([Delta(stream, [], FinishReason(reason))])]
+        assert len(it.adapter.submitted) == 1
+        await it.say(Submit(7, [1] * 99, Sampling(max_tokens=3), NOT_URGENT, [5]))
+        assert it.heard() == [Batch([Delta(7, [], FinishReason.LENGTH)])]
 
 
 @run

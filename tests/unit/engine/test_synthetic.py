@@ -11,10 +11,10 @@ from support.virtual_time import run_in_virtual_time
 
 from seedance.engine.adapter import EngineState, Output
 from seedance.engine.ledger import Ledger
-from seedance.engine.request import FinishReason, Sampling
+from seedance.engine.request import NOT_URGENT, FinishReason, Sampling
 from seedance.engine.scheduling import TenantLimits
 from seedance.engine.settings import EngineSettings, SyntheticSettings
-from seedance.engine.synthetic import SyntheticAdapter, SyntheticEngine
+from seedance.engine.synthetic import DEFAULT_MAX_MODEL_LEN, SyntheticAdapter, SyntheticEngine
 from seedance.engine.synthetic_stream import expected_token_ids
 from seedance.engine.synthetic_vocabulary import EOS_ID, VOCAB_SIZE, decode_text, encode_text
 from seedance.errors import EngineError
@@ -71,6 +71,29 @@ def test_generation_continued_from_its_own_tokens_goes_on_the_same() -> None:
     whole = expected_token_ids(SEED, PROMPT, 200)
     for cut in range(0, 200, 7):
         assert expected_token_ids(SEED, PROMPT + whole[:cut], 200 - cut) == whole[cut:]
+
+
+@pytest.mark.parametrize("limits", [{}, {"min_tokens": 30, "stop_token_ids": (32, 101)}, {"seed": 5}])
+def test_continued_generation_brings_what_is_left_of_the_whole_one(limits: dict[str, Any]) -> None:
+    sampling = Sampling(max_tokens=60, **limits)
+    engine = make_engine(eos_probability=0.01)
+    engine.submit(1, PROMPT, sampling, 0.0)
+    outputs = run(engine)
+    whole, end = token_ids_of(outputs, 1), outputs[-1][1].finish_reason
+    for cut in range(1, len(whole), 7):
+        engine.submit(cut, PROMPT, sampling, 0.0, 0, NOT_URGENT, whole[:cut])
+        outputs = run(engine)
+        assert token_ids_of(outputs, cut) == whole[cut:]
+        assert outputs[-1][1].finish_reason is end
+    assert held(engine) == (0, 0, 0)
+
+
+def test_what_was_emitted_is_read_again_and_takes_room_in_the_context() -> None:
+    engine = make_engine(prompt_tokens_per_s=100.0, tokens_per_s=100.0)
+    engine.submit(1, PROMPT, Sampling(max_tokens=500), 0.0, 0, NOT_URGENT, [32] * 200)
+    assert run(engine)[0][0] > 2.05
+    with pytest.raises(EngineError, match="cannot take a prompt of"):
+        engine.submit(2, PROMPT, Sampling(max_tokens=10**6), 0.0, 0, NOT_URGENT, [32] * DEFAULT_MAX_MODEL_LEN)
 
 
 def test_seed_and_prompt_each_change_the_stream() -> None:

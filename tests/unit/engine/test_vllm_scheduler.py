@@ -15,7 +15,11 @@ from seedance.errors import EngineDead
 class Request:
     def __init__(self) -> None:
         self.client_index = self.is_prefill_chunk = self.max_tokens = self.next_decode_eligible_step = 0
-        self.num_computed_tokens = self.num_prompt_tokens = self.request_id = self.sampling_params = self.status = 0
+        self.num_computed_tokens = self.prefill_stats = self.request_id = self.sampling_params = self.status = 0
+
+    num_tokens = num_output_tokens = 0
+
+    def append_output_token_ids(self, token_ids: Any) -> None: ...
 
 
 class Scheduler:
