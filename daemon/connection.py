@@ -204,7 +204,7 @@ class HttpConnection:
             self._answer = answer
 
     def _models(self, path: str) -> None:
-        model, _ = self._owner.service.require_engine()
+        model = self._owner.service.require_engine().model
         name = unquote(path[len(_MODELS) + 1 :])
         if name and name != model.name:
             raise ApiError(

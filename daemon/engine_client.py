@@ -22,6 +22,8 @@ from seedance.engine.channel import (
     Batch,
     Delta,
     EngineChanged,
+    ModelComing,
+    ModelPrepared,
     QueueBound,
     Receiver,
     SetPaused,
@@ -30,7 +32,7 @@ from seedance.engine.channel import (
     encode,
     pack_singles,
 )
-from seedance.engine.request import NOT_URGENT, FinishReason, Sampling, Urgency
+from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, Urgency
 from seedance.errors import RemoteProtocolError
 from seedance.qos.limiter import Refusal, TenantLimiter
 
@@ -53,8 +55,13 @@ class EngineClient:
         clock: Callable[[], float],
         engine_changed: Callable[[EngineChanged], None],
         plain_frame: Callable[[str], bytes],
+        model_coming: Callable[[ModelInfo], None] | None = None,
     ) -> None:
-        """`plain_frame` makes what goes past the sinks for a text; see `bypass`."""
+        """`plain_frame` makes what goes past the sinks for a text; see `bypass`.
+
+        `model_coming` is answered by `model_prepared`.
+        """
+        self._model_coming = model_coming or (lambda model: self.model_prepared(model.tokenizer_dir, ""))
         self._driver = driver
         self._limiter = limiter
         self._clock = clock
@@ -78,10 +85,16 @@ class EngineClient:
         return len(self._streams)
 
     def use_vocabulary(self, entries: Sequence[Entry]) -> None:
-        """Take the vocabulary's entries: most tokens are a text by themselves."""
+        """Take the vocabulary's entries: most tokens are a text by themselves.
+
+        Streams whose tokens are of another one go the longer way from here, by their own detokenizers.
+        """
         if self._texts is not entries:
             self._texts = entries
             self._frames = {}
+            for stream in self._streams.values():
+                stream.plain = stream.plain and stream.detokenizer.entries is entries
+                self._choose_way(stream)
 
     def connect(self, fd: int) -> None:
         """Use a fresh channel from now on; the last one's streams are lost."""
@@ -106,8 +119,9 @@ class EngineClient:
         """Begin a stream, which has its place in the limiter already; its prompt has been charged."""
         self._number = (self._number + 1) % 2**32
         stream.number = self._number
+        stream.plain = stream.plain and stream.detokenizer.entries is self._texts
         self._streams[stream.number] = self._unstarted[stream.number] = stream
-        self._send(Submit(stream.number, prompt_token_ids, sampling, urgency))
+        self._send(Submit(stream.number, prompt_token_ids, sampling, urgency, tokens=stream.tokens))
 
     def bypass(self, stream: Stream, fd: int, fell_behind: Callable[[int], None]) -> None:
         """Send what `plain_frame` makes of a plain token's text straight to the flow of `fd`, past the stream's sink.
@@ -155,7 +169,11 @@ class EngineClient:
         if self._flow is not None:
             self._flow.abort()
 
-    def _send(self, message: Submit | Abort | SetPaused) -> None:
+    def model_prepared(self, tokenizer_dir: str, reason: str) -> None:
+        """Tell the host that a model which is coming can be served here, or why not."""
+        self._send(ModelPrepared(tokenizer_dir, reason))
+
+    def _send(self, message: Submit | Abort | SetPaused | ModelPrepared) -> None:
         if self._flow is not None:
             self._flow.send(encode(message))
 
@@ -193,6 +211,8 @@ class EngineClient:
                 self._engine_changed(message)
             elif isinstance(message, QueueBound):
                 self._queue.bound = message
+            elif isinstance(message, ModelComing):
+                self._model_coming(message.model)
             else:
                 stream = self._streams.get(message.stream)
                 if stream is not None and self._remove(stream):
@@ -303,7 +323,7 @@ class EngineClient:
         if reason is FinishReason.STOP and token_ids and token_ids[-1] in stream.hidden_token_ids:
             token_ids = token_ids[:-1]
         text = (stop or stream.detokenizer).feed(token_ids)
-        stream.plain = stop is None and stream.detokenizer.is_plain
+        stream.plain = stop is None and stream.detokenizer.is_plain and stream.detokenizer.entries is self._texts
         self._choose_way(stream)
         surplus_tokens = 0
         if stop is not None and stop.stopped is not None:

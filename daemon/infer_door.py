@@ -274,7 +274,7 @@ class _InferAnswer(Answer):
             self._parts.append(text)
 
     def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
-        logprobs = openai_response.chat_logprobs(positions, self._service.vocabulary)
+        logprobs = openai_response.chat_logprobs(positions, self.vocabulary)
         if self._parts is None:
             self._connection.send(frame_text(self._builder.delta_logprobs(text, logprobs)))
         else:

@@ -38,7 +38,7 @@ class Stream:
     its own stands for just that text: nothing is held back before it, nothing is looked for in it. `bypass_fd` is the
     descriptor of the flow that takes such a token's frame past the sink (see `EngineClient.bypass`), -1 for none.
     `output_tokens` lacks the tokens that went this way until the stream has left the engine client. `is_paused` says
-    that the engine was told to leave it out.
+    that the engine was told to leave it out. `tokens` names what its token ids mean (`ModelInfo.tokens`).
     """
 
     __slots__ = (
@@ -53,6 +53,7 @@ class Stream:
         "plain",
         "sink",
         "stop",
+        "tokens",
     )
 
     def __init__(self, sink: Sink, detokenizer: Detokenizer, stop: StopDetokenizer | None) -> None:
@@ -68,3 +69,4 @@ class Stream:
         self.output_tokens = 0
         self.cached_tokens = 0
         self.hidden_token_ids: tuple[int, ...] = ()
+        self.tokens = ""

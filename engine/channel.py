@@ -25,7 +25,8 @@ StreamNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """worker → host: begin a generation; `stream` is the worker's number for it, unique on its channel.
 
-    `emitted_token_ids` are those that it brought already, elsewhere: it goes on behind them.
+    `emitted_token_ids` are those that it brought already, elsewhere: it goes on behind them. `tokens` says what all ids
+    mean, as in ModelInfo; "" for what the served model makes of them.
     """
 
     stream: StreamNumber
@@ -33,6 +34,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True):
     sampling: Sampling
     urgency: Urgency = NOT_URGENT
     emitted_token_ids: list[int] = []
+    tokens: str = ""
 
 
 class Abort(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -115,8 +117,21 @@ class QueueBound(msgspec.Struct, tag=7, array_like=True, frozen=True):
     limit: int = 0
 
 
-ToHost = Submit | Abort | SetPaused
-ToWorker = Batch | EngineChanged | Refused | QueueBound
+class ModelComing(msgspec.Struct, tag=20, array_like=True, frozen=True):
+    """host → worker: this model will be served soon; load its tokenizer, and say so. EngineChanged tells when it is."""
+
+    model: ModelInfo
+
+
+class ModelPrepared(msgspec.Struct, tag=21, array_like=True, frozen=True):
+    """worker → host: the tokenizer in this directory is loaded, or `reason` says why it cannot be."""
+
+    tokenizer_dir: str
+    reason: str = ""
+
+
+ToHost = Submit | Abort | SetPaused | ModelPrepared
+ToWorker = Batch | EngineChanged | Refused | QueueBound | ModelComing
 M = TypeVar("M")
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -20,7 +20,7 @@ from typing import Final
 
 from seedance.engine import host_link
 from seedance.engine.adapter import EngineAdapter, EngineState, EngineStatistics, Output
-from seedance.engine.channel import Abort, Delta, EngineChanged, Refused, Submit, ToHost
+from seedance.engine.channel import Abort, Delta, EngineChanged, Refused, SetPaused, Submit, ToHost
 from seedance.engine.engine_queue import EngineQueue
 from seedance.engine.host_channel import Channel, Generation
 from seedance.engine.ledger import STREAMS, Ledger
@@ -237,7 +237,7 @@ class EngineHost:
         elif isinstance(message, Abort):
             self._abort([channel.generations[s] for s in set(message.streams) if s in channel.generations])
             channel.discard(message.streams)
-        elif self._adapter is not None:
+        elif isinstance(message, SetPaused) and self._adapter is not None:
             keys = [channel.generations[s].key for s in message.streams if s in channel.generations]
             self._adapter.set_paused(keys, message.is_paused)
 
