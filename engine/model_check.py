@@ -1,7 +1,7 @@
 """Check a model's directory in a process of its own: `python -m seedance.engine.model_check DIRECTORY`.
 
 It says how far it is, and in the end what it found, as lines of JSON. A file that is cut off while it is mapped ends a
-process by SIGBUS: this one then, and none that serves. It lets everybody else have the processor and the disk first.
+process by SIGBUS: this one then, and none that serves. It lets everybody else have the processor first.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Final
 
 import msgspec
 
+import seedance
 from seedance.engine import model_files
 from seedance.engine.model_files import ModelFiles
 from seedance.errors import ConfigError
@@ -28,18 +29,21 @@ _TELL_S: Final = 0.1
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What to check: `against` is another model's directory, do token ids mean the same there?"""
+    """What to check. With `tokens_only` it is just read what the model's token ids mean."""
 
     path: str
-    against: str = ""
     needs_tokenizer: bool = True
     needs_manifest: bool = False
+    tokens_only: bool = False
 
     def arguments(self) -> list[str]:
-        """Return the command line that asks for this."""
-        flags = {"--no-tokenizer": not self.needs_tokenizer, "--manifest": self.needs_manifest}
-        against = ["--against", self.against] if self.against else []
-        return ["-P", "-m", PROGRAM, *(flag for flag, is_set in flags.items() if is_set), *against, "--", self.path]
+        """Return the command line that asks for this, without the interpreter."""
+        flags = {
+            "--no-tokenizer": not self.needs_tokenizer,
+            "--manifest": self.needs_manifest,
+            "--tokens": self.tokens_only,
+        }
+        return ["-P", "-m", PROGRAM, *(flag for flag, is_set in flags.items() if is_set), "--", self.path]
 
 
 class Read(msgspec.Struct, tag="read", frozen=True):
@@ -50,10 +54,15 @@ class Read(msgspec.Struct, tag="read", frozen=True):
 
 
 class Passed(msgspec.Struct, tag="passed", frozen=True):
-    """The directory holds a model that fits together; `same_tokens` compares it with the other one."""
+    """The directory holds a model that fits together."""
 
     files: ModelFiles
-    same_tokens: bool
+
+
+class Tokens(msgspec.Struct, tag="tokens", frozen=True):
+    """What the model's token ids mean."""
+
+    digest: str
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -62,8 +71,14 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     reason: str
 
 
-Line = Read | Passed | Refused
+Line = Read | Passed | Tokens | Refused
 decode: Final[Callable[[bytes], Line]] = msgspec.json.Decoder(Line).decode
+
+
+def environment() -> dict[str, str]:
+    """Return the environment in which the program is found."""
+    root = str(Path(seedance.__path__[0]).parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 
 
 def check(request: Request, tell: Callable[[Line], None]) -> bool:
@@ -77,25 +92,18 @@ def check(request: Request, tell: Callable[[Line], None]) -> bool:
             tell(Read(done_bytes, total_bytes))
 
     try:
+        if request.tokens_only:
+            tell(Tokens(model_files.tokens_digest(Path(request.path))))
+            return True
         files = model_files.inspect(
             Path(request.path), needs_tokenizer=request.needs_tokenizer, needs_manifest=request.needs_manifest
         )
-        same = not request.needs_tokenizer
-        if request.against and request.needs_tokenizer:
-            same = _digest_of(request.against) == files.tokens_digest
         model_files.verify(files, progress)
     except ConfigError as exc:
         tell(Refused(str(exc)))
         return False
-    tell(Passed(files, same))
+    tell(Passed(files))
     return True
-
-
-def _digest_of(path: str) -> str:
-    """Return the digest of the model that is served: its directory may have been changed or removed meanwhile."""
-    with contextlib.suppress(ConfigError):
-        return model_files.tokens_digest(Path(path))
-    return ""
 
 
 def end_text(status: int) -> str:
@@ -109,13 +117,13 @@ def main() -> None:
     """Run as a program; the exit status is 0 when the model passed."""
     parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", description="Check a model's directory.")
     parser.add_argument("path")
-    parser.add_argument("--against", default="", help="a directory: do token ids mean the same there?")
     parser.add_argument("--no-tokenizer", action="store_true", help="it needs none")
     parser.add_argument("--manifest", action="store_true", help=f"refuse it without {model_files.MANIFEST}")
+    parser.add_argument("--tokens", action="store_true", help="say what its token ids mean, and nothing else")
     options = parser.parse_args()
     request = Request(
         path=options.path,
-        against=options.against,
+        tokens_only=options.tokens,
         needs_tokenizer=not options.no_tokenizer,
         needs_manifest=options.manifest,
     )

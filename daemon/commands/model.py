@@ -185,8 +185,7 @@ def check(path: Path, needs_manifest: bool) -> int:
     request = model_check.Request(path=os.path.abspath(path), needs_manifest=needs_manifest)
     end: model_check.Line | None = None
     screen = Console(stderr=True, highlight=False)
-    root = str(Path(model_check.__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    environment = model_check.environment()
     command = [sys.executable, *request.arguments()]
     with (
         _bar(screen) as bar,
