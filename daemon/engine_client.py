@@ -32,7 +32,7 @@ from seedance.engine.channel import (
     encode,
     pack_singles,
 )
-from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, Urgency
+from seedance.engine.request import NOT_URGENT, FinishReason, Sampling, Urgency
 from seedance.errors import RemoteProtocolError
 from seedance.qos.limiter import Refusal, TenantLimiter
 
@@ -55,13 +55,13 @@ class EngineClient:
         clock: Callable[[], float],
         engine_changed: Callable[[EngineChanged], None],
         plain_frame: Callable[[str], bytes],
-        model_coming: Callable[[ModelInfo], None] | None = None,
+        model_coming: Callable[[str], None] | None = None,
     ) -> None:
         """`plain_frame` makes what goes past the sinks for a text; see `bypass`.
 
-        `model_coming` is answered by `model_prepared`.
+        `model_coming(tokenizer_dir)` is answered by `model_prepared`.
         """
-        self._model_coming = model_coming or (lambda model: self.model_prepared(model.tokenizer_dir, ""))
+        self._model_coming = model_coming or (lambda tokenizer_dir: self.model_prepared(tokenizer_dir, ""))
         self._driver = driver
         self._limiter = limiter
         self._clock = clock
@@ -212,7 +212,7 @@ class EngineClient:
             elif isinstance(message, QueueBound):
                 self._queue.bound = message
             elif isinstance(message, ModelComing):
-                self._model_coming(message.model)
+                self._model_coming(message.tokenizer_dir)
             else:
                 stream = self._streams.get(message.stream)
                 if stream is not None and self._remove(stream):

@@ -59,7 +59,6 @@ from seedance.daemon.service import Service
 from seedance.daemon.tokenizer_cache import tokenizer_in
 from seedance.engine.channel import EngineChanged
 from seedance.engine.packets import PacketSocket
-from seedance.engine.request import ModelInfo
 from seedance.qos.limiter import LimiterStatistics, TenantLimiter
 
 _log = logging.getLogger(__name__)
@@ -282,15 +281,15 @@ class Worker:
                 _log.error("cannot use the tokenizer of model '%s': %s", change.model.name, exc)
         self.service.engine_changed(change, tokenizer, defaults)
 
-    def _model_coming(self, model: ModelInfo) -> None:
+    def _model_coming(self, tokenizer_dir: str) -> None:
         """Load the tokenizer of a model that will be served, beside what goes on; and say that it is there."""
 
         def loaded(done: asyncio.Future[object]) -> None:
             if not done.cancelled():
                 reason = "" if done.exception() is None else str(done.exception())
-                self.service.engine.model_prepared(model.tokenizer_dir, reason)
+                self.service.engine.model_prepared(tokenizer_dir, reason)
 
-        self.service.in_thread(_load_for, model.tokenizer_dir).add_done_callback(loaded)
+        self.service.in_thread(_load_for, tokenizer_dir).add_done_callback(loaded)
 
     # -- the supervisor -----------------------------------------------------------------------------------------------
 

@@ -24,10 +24,14 @@ from seedance.engine.request import (
 
 
 class EngineState(enum.StrEnum):
-    """Where an engine is in its life, as users see it in status."""
+    """Where an engine is in its life, as users see it in status.
+
+    RECOVERING is a host's: its engine died, and another one will go on with what it had.
+    """
 
     STARTING = "starting"
     READY = "ready"
+    RECOVERING = "recovering"
     DEAD = "dead"
     STOPPED = "stopped"
 
@@ -75,8 +79,11 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class EngineAdapter(Protocol):
     """An engine as the host drives it.
 
-    Limits of tenants reach it by the ledger, and its statistics leave it there.
+    Limits of tenants reach it by the ledger, and its statistics leave it there. `core_pid` is the process that makes
+    its steps, None while there is none, or where that is the host itself.
     """
+
+    core_pid: int | None
 
     async def start(self, events: EngineEvents) -> ModelInfo:
         """Bring the engine up, warm; return once it can serve. Raises EngineDead when it cannot."""
@@ -102,6 +109,9 @@ class EngineAdapter(Protocol):
 
     def set_paused(self, keys: Sequence[int], is_paused: bool) -> None:
         """Leave generations out of the engine's steps, which keep what they have, or take them in again."""
+
+    def give_up(self, reason: str) -> None:
+        """Take the engine for dead, for this reason, and end it; one that is down already stays as it is."""
 
     async def statistics(self) -> EngineStatistics:
         """Ask the engine how full it is."""

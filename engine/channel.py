@@ -85,7 +85,8 @@ def pack_singles(flat: Iterable[int]) -> bytes:
 class EngineChanged(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """host → worker: the engine's state, and the model while there is one; sent first on every channel.
 
-    With state "dead" every generation of the channel is lost; the worker ends its streams.
+    With "recovering" the engine has died, and another one will go on with every generation: there is a pause, and what
+    is submitted meanwhile waits. With "dead" every generation of the channel is lost; the worker ends its streams.
     """
 
     state: str
@@ -118,9 +119,9 @@ class QueueBound(msgspec.Struct, tag=7, array_like=True, frozen=True):
 
 
 class ModelComing(msgspec.Struct, tag=20, array_like=True, frozen=True):
-    """host → worker: this model will be served soon; load its tokenizer, and say so. EngineChanged tells when it is."""
+    """host → worker: a model with this tokenizer will be served soon; load it, and say so. EngineChanged tells when."""
 
-    model: ModelInfo
+    tokenizer_dir: str
 
 
 class ModelPrepared(msgspec.Struct, tag=21, array_like=True, frozen=True):

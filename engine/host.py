@@ -1,8 +1,9 @@
 """The engine host: the process between the workers and one engine.
 
-It holds the adapter, brings the engine up again when it died, takes requests from the workers' channels, and hands out
-the outputs of each engine step as one batch a channel. It ends when the supervisor says so or closes the control link,
-and on SIGTERM; SIGINT is the supervisor's business, which shares our terminal.
+It takes requests from the workers' channels, gives them to the active engine (`engines`), and hands out the outputs of
+each engine step as one batch a channel. It keeps what every generation has brought: when its engine dies, the next one
+goes on with it. The host ends when the supervisor says so or closes the control link, and on SIGTERM; SIGINT is the
+supervisor's business, which shares our terminal.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
@@ -18,71 +18,42 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from seedance.engine import host_link
-from seedance.engine.adapter import EngineAdapter, EngineState, EngineStatistics, Output
-from seedance.engine.channel import Abort, Delta, EngineChanged, Refused, SetPaused, Submit, ToHost
+from seedance.engine import failover, host_link
+from seedance.engine.adapter import EngineState, EngineStatistics, Output
+from seedance.engine.channel import Abort, Delta, EngineChanged, ModelPrepared, Refused, Submit, ToHost
 from seedance.engine.engine_queue import EngineQueue
-from seedance.engine.host_channel import Channel, Generation
+from seedance.engine.engines import Engine, Engines, Role
+from seedance.engine.host_channel import Channel, Generation, by_engine
+from seedance.engine.host_loads import HostLoads
 from seedance.engine.ledger import STREAMS, Ledger
 from seedance.engine.packets import PacketSocket
 from seedance.engine.recorder import Recorder
-from seedance.engine.request import ModelInfo
+from seedance.engine.request import FinishReason, ModelInfo
 from seedance.engine.settings import EngineSettings
+from seedance.engine.source import EngineSource, create_source
 from seedance.errors import EngineDead, EngineError, RemoteProtocolError
-from seedance.qos.gpu import GpuPart, mps_command, mps_error
 
-RESTART_MAX_S: Final = 30.0
-# An engine that served this long was no failed start: the next restart begins with a short wait again.
-_STABLE_S: Final = 60.0
 _STATISTICS_TIMEOUT_S: Final = 5.0
 _DETAIL_CHARACTERS: Final = 2_000
-_WHOLE_GPU: Final = GpuPart()
 
 log = logging.getLogger("seedance.engine.host")
 
 
-def create_adapter(settings: EngineSettings, ledger: Ledger, loop: asyncio.AbstractEventLoop) -> EngineAdapter:
-    """Return the adapter for an engine; only its own modules are imported."""
-    if settings.kind == "synthetic":
-        from seedance.engine.synthetic import SyntheticAdapter  # noqa: PLC0415
-
-        return SyntheticAdapter(settings, ledger, loop)
-    from seedance.engine.vllm import VllmAdapter, VllmSettings  # noqa: PLC0415
-
-    return VllmAdapter(
-        VllmSettings(
-            model=settings.model,
-            name=settings.name,
-            run_dir=settings.run_dir,
-            kv_bytes=settings.kv_bytes,
-            max_model_len=settings.max_model_len or None,
-            max_num_seqs=settings.max_streams,
-            threads=settings.threads,
-            enforce_eager=settings.enforce_eager,
-            dtype=settings.dtype,
-            cache_dir=settings.cache_dir,
-            offline=settings.offline,
-            gpu=settings.gpu,
-        ),
-        ledger,
-    )
+_OTHER_TOKENS: Final = EngineError(
+    "engine_unavailable",
+    "cannot take this request: another model is served than the one that it was read for; ask again",
+)
 
 
-def _require_mps(part: GpuPart) -> None:
-    """Raise EngineDead where nothing keeps an engine to its part of a GPU: CUDA would run it without limits."""
-    error = mps_error(part.mps_directory) if part.needs_mps else ""
-    if error:
-        raise EngineDead(
-            f"cannot keep the engine within engine.gpu.threads and engine.gpu.memory: {error}; "
-            f"start it by `{mps_command(part.mps_directory)}`, or leave them out"
-        )
+def _understands(engine: Engine, tokens: str) -> bool:
+    """Return whether token ids of this meaning are what an engine's model was trained with."""
+    return not tokens or engine.model is None or engine.model.tokens == tokens
 
 
 class EngineHost:
-    """The host of one engine, on a running event loop: an `EngineEvents` and a `ChannelOwner`.
+    """The host, on a running event loop: an `EnginesOwner` and a `ChannelOwner`. Owns the control socket.
 
-    Owns the control socket. `first_restart_s` is the wait before the first restart of a dead engine; it doubles up to
-    RESTART_MAX_S.
+    `first_restart_s` is the wait before the second restart of an engine that keeps dying; see `failover.Restarts`.
     """
 
     def __init__(
@@ -90,22 +61,20 @@ class EngineHost:
     ) -> None:
         self._loop = loop
         self._first_restart_s = first_restart_s
-        self._adapter: EngineAdapter | None = None
+        self.engines: Engines | None = None
         self._state = EngineState.STOPPED
         self._detail = ""
-        self._figures = ""
         self._model: ModelInfo | None = None
-        self._engine_died = asyncio.Event()
         self._engine_task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._ledger: Ledger | None = None
         self._queue = EngineQueue(0)
-        self._gpu = _WHOLE_GPU
         self._recorder: Recorder | None = None
         self._channels: dict[int, Channel] = {}
         self._generations: dict[int, Generation] = {}
         self._key = 0
+        self._loads: HostLoads | None = None
         self._link = PacketSocket(control, loop, self._packet_received, self.stop)
 
     async def serve(self) -> None:
@@ -121,15 +90,15 @@ class EngineHost:
         """Make `serve` return; idempotent."""
         self._stopping.set()
 
-    def start_engine(self, adapter: EngineAdapter, queue: int = 0, gpu: GpuPart = _WHOLE_GPU) -> None:
-        """Bring an engine up and keep it up; call it once. `queue` bounds the requests that wait, 0 for no bound.
-
-        With limits in `gpu` that nothing keeps it stays down; whether something does is looked at before each start.
-        """
-        self._adapter = adapter
-        self._gpu = gpu
-        self._queue = EngineQueue(queue)
-        self._engine_task = self._loop.create_task(self._keep_engine(adapter))
+    def start_engine(self, source: EngineSource, settings: EngineSettings, ledger: Ledger) -> None:
+        """Bring an engine up and keep it up; call it once. The ledger is the host's from here."""
+        self._ledger = ledger
+        self._queue = EngineQueue(settings.queue)
+        self.engines = Engines(source, settings, ledger, self, self._first_restart_s)
+        self._loads = HostLoads(
+            self.engines, self._channels, self._generations, self._tell, self._free_key, self.move, self._fail
+        )
+        self._engine_task = self._loop.create_task(self.engines.keep())
         self._engine_task.add_done_callback(lambda _: self.stop())
 
     # The engine's news.
@@ -172,55 +141,94 @@ class EngineHost:
             channel.flush()
 
     def state_changed(self, state: EngineState, detail: str) -> None:
-        """Take an adapter's news; that it is ready counts only once its start has returned the model."""
+        """Tell workers and supervisor; with DEAD everything that runs or waits is lost."""
+        engine = self.engines.active if self.engines is not None else None
+        if engine is not None:
+            self._model = engine.model
         if state is EngineState.DEAD:
-            self._engine_lost(detail)
-        elif state is EngineState.STARTING and self._model is None:
-            self._change(state, detail)
-        elif state is EngineState.READY:
-            self._figures = detail
-
-    async def _keep_engine(self, adapter: EngineAdapter) -> None:
-        wait_s = self._first_restart_s
-        while True:
-            self._engine_died.clear()
-            self._figures = ""
-            self._change(EngineState.STARTING, "")
-            try:
-                _require_mps(self._gpu)
-                self._model = await adapter.start(self)
-            except EngineDead as exc:
-                self._engine_lost(str(exc))
-            else:
-                ready_at = self._loop.time()
-                gc.collect()
-                gc.freeze()
-                self._change(EngineState.READY, self._figures)
-                await self._engine_died.wait()
-                if self._loop.time() - ready_at >= _STABLE_S:
-                    wait_s = self._first_restart_s
-            log.warning("engine is restarted in %g s", wait_s)
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, RESTART_MAX_S)
-
-    def _engine_lost(self, detail: str) -> None:
-        if self._state is EngineState.DEAD:
-            return
-        self._model = None
-        for generation in self._generations.values():
-            generation.channel.generations.clear()
-        self._forget(self._generations)
-        self._generations.clear()
-        self._engine_died.set()
-        self._change(EngineState.DEAD, detail)
-
-    def _change(self, state: EngineState, detail: str) -> None:
+            self._model = None
+            self._abort(list(self._generations.values()))
         self._state = state
         self._detail = detail[:_DETAIL_CHARACTERS]
         log.info("engine is %s%s", state, f": {self._detail}" if detail else "")
         for channel in self._channels.values():
             channel.send(self._news())
         self._tell(host_link.EngineChanged(state.value, self._detail, self._model))
+
+    def engine_ended(self, engine: Engine) -> None:
+        """Let the generations of a dead engine wait for the next one, but those that have seen too many die."""
+        lost = [generation for generation in self._generations.values() if generation.engine is engine]
+        for generation in lost:
+            generation.engine = None
+            generation.deaths += 1
+            if generation.deaths >= failover.DEATHS:
+                text = f"cannot finish this request: {generation.deaths} engines in a row died at work on it"
+                self._fail(generation, EngineError("engine_unavailable", text))
+
+    def engine_left(self, engine: Engine) -> None:
+        """Let the generations of an engine that was stopped wait for the next one."""
+        for generation in self._generations.values():
+            if generation.engine is engine:
+                generation.engine = None
+
+    def engine_takes(self, engine: Engine) -> None:
+        """Have an engine go on with all that waits for one."""
+        waiting = [generation for generation in self._generations.values() if generation.engine is None]
+        for generation in failover.in_order(waiting):
+            self._go_on(generation, engine)
+
+    def move(self, source: Engine, target: Engine) -> None:
+        """Have another engine go on with what one runs."""
+        moving = [generation for generation in self._generations.values() if generation.engine is source]
+        source.adapter.abort([generation.key for generation in moving])
+        for generation in failover.in_order(moving):
+            generation.engine = None
+            self._go_on(generation, target)
+
+    def _go_on(self, generation: Generation, engine: Engine) -> None:
+        channel = generation.channel
+        if not _understands(engine, generation.tokens):
+            self._fail(generation, _OTHER_TOKENS)
+            return
+        if generation.token_ids and (reason := self._end_of(generation)) is not None:
+            self._forget_one(generation)
+            channel.deltas.append(Delta(generation.stream, [], reason))
+            channel.flush()
+            return
+        try:
+            self._give(generation, engine)
+        except EngineDead:
+            generation.engine = None  # news of its end is on the way
+        except EngineError as exc:
+            self._fail(generation, exc)
+
+    def _give(self, generation: Generation, engine: Engine) -> None:
+        """Have an engine begin a generation, or go on with it. Raises EngineError."""
+        engine.adapter.submit(
+            generation.key,
+            generation.channel.tenant,
+            generation.prompt_token_ids.tolist(),
+            generation.sampling,
+            generation.urgency,
+            generation.token_ids.tolist(),
+        )
+        generation.engine = engine
+        if generation.is_paused:
+            engine.adapter.set_paused([generation.key], True)
+
+    def _end_of(self, generation: Generation) -> FinishReason | None:
+        """Return why a generation has nothing left to generate, None when it has."""
+        assert self._model is not None
+        room = self._model.max_model_len - len(generation.prompt_token_ids)
+        return generation.sampling.end_of(generation.token_ids, room, self._model.eos_token_ids)
+
+    def _fail(self, generation: Generation, error: EngineError) -> None:
+        self._forget_one(generation)
+        self._refuse(generation.channel, generation.stream, error)
+
+    def _refuse(self, channel: Channel, stream: int, error: EngineError) -> None:
+        wait_s = self._queue.wait_s(self._loop.time()) if error.code == "overloaded" else None
+        channel.send(Refused(stream, error.code, error.message, wait_s))
 
     def _news(self) -> EngineChanged:
         return EngineChanged(self._state.value, self._detail, self._model)
@@ -232,18 +240,21 @@ class EngineHost:
         if isinstance(message, Submit):
             refusal = self._begin(channel, message)
             if refusal is not None:
-                wait_s = self._queue.wait_s(self._loop.time()) if refusal.code == "overloaded" else None
-                channel.send(Refused(message.stream, refusal.code, refusal.message, wait_s))
+                self._refuse(channel, message.stream, refusal)
         elif isinstance(message, Abort):
             self._abort([channel.generations[s] for s in set(message.streams) if s in channel.generations])
             channel.discard(message.streams)
-        elif isinstance(message, SetPaused) and self._adapter is not None:
-            keys = [channel.generations[s].key for s in message.streams if s in channel.generations]
-            self._adapter.set_paused(keys, message.is_paused)
+        elif isinstance(message, ModelPrepared):
+            if self._loads is not None:
+                self._loads.worker_prepared(channel, message)
+        else:
+            self._pause(
+                [channel.generations[s] for s in message.streams if s in channel.generations], message.is_paused
+            )
 
     def _begin(self, channel: Channel, message: Submit) -> EngineError | None:
-        """Begin a generation, or return why it cannot be."""
-        if self._adapter is None or self._state is not EngineState.READY:
+        """Begin a generation, or return why it cannot be; while an engine recovers it waits for the next one."""
+        if self.engines is None or self._state not in {EngineState.READY, EngineState.RECOVERING}:
             return EngineError("engine_unavailable", f"cannot generate: the engine is {self._state.value}")
         if not channel.is_free(message.stream):
             return EngineError("invalid_request", f"cannot begin stream {message.stream}: the number is in use")
@@ -251,38 +262,35 @@ class EngineHost:
             return EngineError("overloaded", f"cannot generate: the engine has {STREAMS} requests already")
         if not self._queue.may_join(channel.tenant.name):
             return EngineError("overloaded", "cannot take this request: the engine's queue is full")
-        if message.emitted_token_ids and self._has_ended(channel, message):
-            return None
-        return self._submit(channel, message)
+        engine = self.engines.taking
+        if engine is not None and not _understands(engine, message.tokens):
+            # It was tokenised before the worker knew that there is another model.
+            last = [e for e in self.engines.all if e.role is Role.LEAVING and _understands(e, message.tokens)]
+            if not last:
+                return _OTHER_TOKENS
+            engine = last[-1]
+        return self._submit(channel, message, engine)
 
-    def _has_ended(self, channel: Channel, message: Submit) -> bool:
-        """End a generation at once that has nothing left to generate."""
-        assert self._model is not None
-        room = self._model.max_model_len - len(message.prompt_token_ids)
-        reason = message.sampling.end_of(message.emitted_token_ids, room, self._model.eos_token_ids)
-        if reason is not None:
-            channel.deltas.append(Delta(message.stream, [], reason))
-            channel.flush()
-        return reason is not None
-
-    def _submit(self, channel: Channel, message: Submit) -> EngineError | None:
-        assert self._adapter is not None
+    def _free_key(self) -> int:
         key = self._key
         while key in self._generations:
             key = (key + 1) % STREAMS
         self._key = (key + 1) % STREAMS
+        return key
+
+    def _submit(self, channel: Channel, message: Submit, engine: Engine | None) -> EngineError | None:
+        key = self._free_key()
         try:
             generation = Generation(key, channel, message)
-            self._adapter.submit(
-                key,
-                channel.tenant,
-                message.prompt_token_ids,
-                message.sampling,
-                message.urgency,
-                message.emitted_token_ids,
-            )
         except OverflowError:
             return EngineError("invalid_request", "cannot take the prompt: a token id is not a 32-bit number")
+        if generation.token_ids and (reason := self._end_of(generation)) is not None:
+            channel.deltas.append(Delta(message.stream, [], reason))
+            channel.flush()
+            return None
+        try:
+            if engine is not None:
+                self._give(generation, engine)
         except EngineError as exc:
             return exc
         self._generations[key] = channel.generations[message.stream] = generation
@@ -293,15 +301,24 @@ class EngineHost:
         self._tell_queue()
         return None
 
-    def _abort(self, generations: Iterable[Generation]) -> None:
-        keys = []
+    def _pause(self, generations: Sequence[Generation], is_paused: bool) -> None:
         for generation in generations:
-            keys.append(generation.key)
+            generation.is_paused = is_paused
+        for engine, keys in by_engine(generations):
+            engine.adapter.set_paused(keys, is_paused)
+
+    def _abort(self, generations: Sequence[Generation]) -> None:
+        for engine, keys in by_engine(generations):
+            engine.adapter.abort(keys)
+        for generation in generations:
             del self._generations[generation.key]
             del generation.channel.generations[generation.stream]
-        if keys and self._adapter is not None:
-            self._adapter.abort(keys)
-        self._forget(keys)
+        self._forget([generation.key for generation in generations])
+
+    def _forget_one(self, generation: Generation) -> None:
+        del self._generations[generation.key]
+        del generation.channel.generations[generation.stream]
+        self._forget([generation.key])
 
     def _forget(self, keys: Iterable[int]) -> None:
         """Let generations that ended without a last output go from the queue and into the trace."""
@@ -331,7 +348,7 @@ class EngineHost:
 
     # The supervisor's wishes.
 
-    def _packet_received(self, data: bytes, fds: list[int]) -> None:
+    def _packet_received(self, data: bytes, fds: list[int]) -> None:  # noqa: C901 - a table of what may come
         message = host_link.TO_HOST.decode(data)
         if len(fds) != isinstance(message, host_link.Attach | host_link.StartEngine):
             text = "cannot take the packet: Attach and StartEngine have one descriptor, the others have none"
@@ -343,20 +360,20 @@ class EngineHost:
             if channel is not None:
                 self._drop(channel)
         elif isinstance(message, host_link.StartEngine):
-            if self._adapter is not None:
+            if self.engines is not None:
                 raise RemoteProtocolError("cannot start a second engine in one host", 1002)
-            self._ledger = Ledger(fds[0])
-            if message.settings.trace_bytes:
-                self._recorder = Recorder(message.settings.cache_dir, message.settings.trace_bytes, self._loop)
-            settings = message.settings
-            adapter = create_adapter(settings, self._ledger, self._loop)
-            self.start_engine(adapter, settings.queue, settings.gpu)
+            settings, ledger = message.settings, Ledger(fds[0])
+            if settings.trace_bytes:
+                self._recorder = Recorder(settings.cache_dir, settings.trace_bytes, self._loop)
+            self.start_engine(create_source(settings, ledger, self._loop), settings, ledger)
         elif isinstance(message, host_link.QueryStatistics):
             task = self._loop.create_task(self._answer(message.query))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif isinstance(message, host_link.Stop):
             self.stop()
+        elif self._loads is not None:
+            self._loads.ordered(message)
 
     def _attach(self, message: host_link.Attach, fd: int) -> None:
         if message.channel in self._channels:
@@ -370,10 +387,11 @@ class EngineHost:
 
     async def _answer(self, query: int) -> None:
         engine = EngineStatistics(state=self._state, running=len(self._generations), waiting=0)
-        if self._adapter is not None and self._state is EngineState.READY:
+        active = self.engines.active if self.engines is not None else None
+        if active is not None:
             with contextlib.suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(_STATISTICS_TIMEOUT_S):
-                    engine = await self._adapter.statistics()
+                    engine = await active.adapter.statistics()
         channels = [channel.statistics() for channel in self._channels.values()]
         self._tell(host_link.Statistics(query, engine, channels, time.process_time()))
 
@@ -388,8 +406,10 @@ class EngineHost:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        if self._adapter is not None:
-            await self._adapter.stop()
+        if self._loads is not None:
+            await self._loads.stop()
+        if self.engines is not None:
+            await self.engines.stop()
         if self._recorder is not None:
             self._recorder.close()
         if self._ledger is not None:

@@ -10,13 +10,14 @@ import array
 import asyncio
 import socket
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from seedance.engine.backlog import Backlog
 from seedance.engine.channel import (
     Batch,
     Delta,
     EngineChanged,
+    ModelComing,
     QueueBound,
     Receiver,
     Refused,
@@ -29,6 +30,9 @@ from seedance.engine.host_link import ChannelStatistics
 from seedance.engine.request import TenantContext
 from seedance.errors import RemoteProtocolError
 
+if TYPE_CHECKING:
+    from seedance.engine.engines import Engine
+
 _RECEIVE_BYTES: Final = 256 << 10
 # A worker that does not read its refusals is not read from either.
 _MAX_MESSAGE_BACKLOG_BYTES: Final = 256 << 10
@@ -37,10 +41,24 @@ _MAX_MESSAGE_BACKLOG_BYTES: Final = 256 << 10
 class Generation:
     """The record of a running generation: enough to continue it elsewhere. Append only.
 
-    `prompt_token_ids` and `token_ids` (those emitted so far, here or elsewhere) are arrays of unsigned 32-bit ids.
+    `engine` has it, None while it waits for one; `deaths` counts engines that died with it.
+    `prompt_token_ids` and `token_ids` (those emitted so far, here or elsewhere) are arrays of unsigned 32-bit ids;
+    `tokens` names what they mean.
     """
 
-    __slots__ = ("channel", "key", "prompt_token_ids", "sampling", "stream", "token_ids", "urgency")
+    __slots__ = (
+        "channel",
+        "deaths",
+        "engine",
+        "is_paused",
+        "key",
+        "prompt_token_ids",
+        "sampling",
+        "stream",
+        "token_ids",
+        "tokens",
+        "urgency",
+    )
 
     def __init__(self, key: int, channel: Channel, wish: Submit) -> None:
         """Raises OverflowError when a token id has more than 32 bits."""
@@ -50,7 +68,20 @@ class Generation:
         self.prompt_token_ids = array.array("I", wish.prompt_token_ids)
         self.sampling = wish.sampling
         self.urgency = wish.urgency
+        self.tokens = wish.tokens
         self.token_ids = array.array("I", wish.emitted_token_ids)
+        self.engine: Engine | None = None
+        self.deaths = 0
+        self.is_paused = False
+
+
+def by_engine(generations: Iterable[Generation]) -> Iterable[tuple[Engine, list[int]]]:
+    """Return the keys of generations, by the engine that has them."""
+    keys: dict[Engine, list[int]] = {}
+    for generation in generations:
+        if generation.engine is not None:
+            keys.setdefault(generation.engine, []).append(generation.key)
+    return keys.items()
 
 
 class ChannelOwner(Protocol):
@@ -110,7 +141,7 @@ class Channel:
             self._batches += 1
             self._send(encode(Batch(deltas, pack_singles(singles))))
 
-    def send(self, message: EngineChanged | Refused | QueueBound) -> None:
+    def send(self, message: EngineChanged | Refused | QueueBound | ModelComing) -> None:
         """Send a message after all that was sent before."""
         if self._unsent:
             self._backlog.add_message(message)

@@ -4,8 +4,12 @@
     limits             tenant       supervisor      the scheduler
     statistics         tenant       the scheduler   supervisor
     pause flags        stream       engine host     the scheduler
-    engine record      -            the scheduler   supervisor, engine host
+    engine records     engine       its scheduler   supervisor, engine host
     step histogram     -            the scheduler   supervisor
+    active engine      -            engine host     the schedulers, supervisor
+
+A host may have several engines at a time, each with a row. The active one's scheduler is the one that writes tenants'
+statistics and the histogram; the others only give signs of life.
 
 Each column has one writer, and nobody waits for anybody. What is wider than a word is a record with a checksum: a
 reader takes it whole, or not at all when the writer is in the middle of it. That asks nothing of the order in which a
@@ -32,10 +36,11 @@ from seedance.engine.scheduling import TenantLimits, TenantStatistics
 from seedance.errors import EngineError
 
 ROWS: Final = 1 << 16
+ENGINES: Final = 16
 STREAMS: Final = 1 << 16
 HISTOGRAM_PLACES: Final = 32
 
-_MAGIC: Final = 0x31_7265_6764_656C  # "ledger1"
+_MAGIC: Final = 0x32_7265_6764_656C  # "ledger2"
 _LINE: Final = 64  # no two writers share a cache line
 _CODES: Final = {float: "d", int: "q", bool: "?", float | None: "d"}
 
@@ -86,13 +91,14 @@ class _Column(Generic[S]):
 
 # The layout: this is the only place that knows it.
 _MAGIC_AT: Final = 0
+_ACTIVE_AT: Final = 8
 _LIMITS_CHANGES_AT: Final = _LINE
 _LIMITS_ROWS_AT: Final = _LINE + 8
 _PAUSE_CHANGES_AT: Final = 2 * _LINE
 _HISTOGRAM_AT: Final = 3 * _LINE
 _PAUSES_AT: Final = _HISTOGRAM_AT + 8 * HISTOGRAM_PLACES
-_ENGINE: Final = _Column(EngineRecord, _PAUSES_AT + STREAMS, 1)
-_LIMITS: Final = _Column(TenantLimits, -(-_ENGINE.end // _LINE) * _LINE, ROWS)
+_ENGINES: Final = _Column(EngineRecord, _PAUSES_AT + STREAMS, ENGINES)
+_LIMITS: Final = _Column(TenantLimits, -(-_ENGINES.end // _LINE) * _LINE, ROWS)
 _STATISTICS: Final = _Column(TenantStatistics, -(-_LIMITS.end // _LINE) * _LINE, ROWS)
 LEDGER_BYTES: Final = -(-_STATISTICS.end // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -100,12 +106,14 @@ LEDGER_BYTES: Final = -(-_STATISTICS.end // mmap.PAGESIZE) * mmap.PAGESIZE
 class Ledger:
     """The table, mapped; owns its descriptor.
 
-    Rows are numbers of tenants, 1 to ROWS - 1; the flag of a stream is at its number modulo STREAMS.
+    Rows are numbers of tenants, 1 to ROWS - 1; the flag of a stream is at its number modulo STREAMS. `engine_row` is
+    that of the engine which writes by this object.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, engine_row: int = 0) -> None:
         """Map the ledger behind a descriptor. Raises EngineError when it is none; the descriptor is closed then."""
         self.fd = fd
+        self.engine_row = engine_row
         if os.fstat(fd).st_size != LEDGER_BYTES:
             os.close(fd)
             raise EngineError("internal", f"cannot use the ledger: it must have {LEDGER_BYTES} bytes")
@@ -123,6 +131,10 @@ class Ledger:
         os.ftruncate(fd, LEDGER_BYTES)
         os.pwrite(fd, _MAGIC.to_bytes(8, "little"), _MAGIC_AT)
         return cls(fd)
+
+    def for_engine(self, engine_row: int) -> Ledger:
+        """Return the same table for the engine of a row; the caller closes it."""
+        return Ledger(os.dup(self.fd), engine_row)
 
     def close(self) -> None:
         """Unmap it and close the descriptor; idempotent."""
@@ -147,6 +159,16 @@ class Ledger:
         self._words[_LIMITS_CHANGES_AT // 8] += 1
 
     # -- the engine host's columns ------------------------------------------------------------------------------------
+
+    def choose(self, engine_row: int) -> None:
+        """Make an engine the active one; what another one has told of tenants is forgotten."""
+        self._words[_ACTIVE_AT // 8] = engine_row
+        self.clear_statistics()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether our engine is the active one."""
+        return self._words[_ACTIVE_AT // 8] == self.engine_row
 
     def set_paused(self, stream: int, is_paused: bool) -> None:
         """Write the pause flag of a stream."""
@@ -175,22 +197,22 @@ class Ledger:
         return _STATISTICS.decode(bytes(self._bytes[_STATISTICS.place(row)]))
 
     def clear_statistics(self) -> None:
-        """Begin anew, as a new scheduler does."""
+        """Forget what was told of tenants and steps."""
         for row in range(self._words[_LIMITS_ROWS_AT // 8]):
             place = _STATISTICS.place(row)
             if any(self._bytes[place]):
                 self._bytes[place] = bytes(place.stop - place.start)
-        self.set_engine(EngineRecord())
         for place_number in range(HISTOGRAM_PLACES):
             self._words[_HISTOGRAM_AT // 8 + place_number] = 0
 
     def set_engine(self, record: EngineRecord) -> None:
-        """Write the engine's record."""
-        self._bytes[_ENGINE.place(0)] = _ENGINE.encode(record)
+        """Write our engine's record."""
+        self._bytes[_ENGINES.place(self.engine_row)] = _ENGINES.encode(record)
 
-    def engine(self) -> EngineRecord | None:
-        """Return the engine's record; None while there is none, or while it is being written."""
-        return _ENGINE.decode(bytes(self._bytes[_ENGINE.place(0)]))
+    def engine(self, row: int | None = None) -> EngineRecord | None:
+        """Return an engine's record, or the active one's; None while there is none, or while it is being written."""
+        row = self._words[_ACTIVE_AT // 8] if row is None else row
+        return _ENGINES.decode(bytes(self._bytes[_ENGINES.place(row)]))
 
     def count_step(self, step_s: float) -> None:
         """Count a step in the histogram: place n has those of less than 2^n microseconds, and no less than half."""

@@ -11,7 +11,6 @@ request that was tokenised for the old model goes there as long as that is up, a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -80,7 +79,7 @@ class ModelSwap:
         return self._state.is_switched
 
     def new_workers_ready(self, reason: str) -> None:
-        """Take the supervisor's word that workers which it starts can have the model; with a reason, that they cannot."""
+        """Take the supervisor's word that new workers can have the model, or for what reason they cannot."""
         if not self._zygote.done():
             self._zygote.set_result(reason)
 
@@ -146,7 +145,7 @@ class ModelSwap:
 
     async def _load_beside(self) -> None:
         self._tell(LoadPhase.STARTING)
-        engine = await self._engines.bring_up(self._settings, is_candidate=True)
+        engine = await self._engines.bring_up(self._settings)
         try:
             await self._try(engine)
             assert engine.model is not None
@@ -187,7 +186,7 @@ class ModelSwap:
             self._tell(LoadPhase.STARTING)
             try:
                 async with asyncio.timeout(_PAUSE_S):
-                    engine = await self._engines.bring_up(self._settings, is_candidate=True)
+                    engine = await self._engines.bring_up(self._settings)
                     await self._try(engine)
             except TimeoutError as exc:
                 text = f"cannot serve the new model: it was not up within {_PAUSE_S:g} s"
@@ -217,7 +216,9 @@ class ModelSwap:
                 if not probe.is_done:
                     engine.adapter.abort([key])
         if probe.fault:
-            raise EngineError("engine_unavailable", f"cannot serve the new model: asked for a few tokens, {probe.fault}")
+            raise EngineError(
+                "engine_unavailable", f"cannot serve the new model: asked for a few tokens, {probe.fault}"
+            )
 
     async def _prepare(self, tokenizer_dir: str) -> None:
         """Have the workers, and those that are started from now on, load the tokenizer. Raises EngineError."""

@@ -48,7 +48,11 @@ def choose(wish: Place, needed: int | None, free: int | None) -> Place:
 
 def free_bytes(settings: EngineSettings, *, on_gpu: bool) -> int | None:
     """Return how much memory is free for one more engine, None where that is not known; may take a while on a GPU."""
-    return _free_of_gpu(settings.gpu.device) if on_gpu else min(_free_of_machine(_MEMINFO, _CGROUP, _CGROUPS), default=None)
+    return (
+        _free_of_gpu(settings.gpu.device)
+        if on_gpu
+        else min(_free_of_machine(_MEMINFO, _CGROUP, _CGROUPS), default=None)
+    )
 
 
 def _free_of_gpu(device: str) -> int | None:
@@ -75,7 +79,9 @@ def _free_of_machine(meminfo: Path, cgroup: Path, cgroups: Path) -> Iterator[int
         limit, used = (_text(folder / f"memory.{name}").strip() for name in ("max", "current"))
         if limit.isdigit() and used.isdigit():
             # Pages of files count as used, and go when room is needed.
-            files = next((int(line[5:]) for line in _text(folder / "memory.stat").splitlines() if line[:5] == "file "), 0)
+            files = next(
+                (int(line[5:]) for line in _text(folder / "memory.stat").splitlines() if line[:5] == "file "), 0
+            )
             yield max(0, int(limit) - int(used) + files)
         if folder == cgroups:
             return

@@ -28,6 +28,21 @@ class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     die_after_steps: int = 0
 
 
+class FailoverSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How generations survive the death of their engine.
+
+    They wait while it is started again. `standby` keeps a second engine up, warm and idle, which goes on at once, and
+    takes as much memory again. When `attempts` starts in a row have failed, what waits is given up; with `cpu_python`,
+    the interpreter of an environment with vLLM's CPU build, an engine on the processor goes on, until the other is up
+    again. `cpu_kv_bytes` is reserved there, 0 for 1 GiB.
+    """
+
+    standby: bool = False
+    attempts: int = 3
+    cpu_python: str = ""
+    cpu_kv_bytes: int = 0
+
+
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine: which adapter, which model under which public name, and how much of the machine it takes.
 
@@ -36,8 +51,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     name; empty for the synthetic engine. `run_dir` holds the engine's own sockets and files, private to one host;
     `cache_dir` is for what it keeps between starts, empty for its default. `queue` bounds the requests of all tenants
     that wait for their first token, 0 for no bound. `trace_bytes` of a trace of them are kept in `cache_dir`, 0 for
-    none. `offline` forbids it to ask a hub. `gpu` is the part of a GPU that it may have. `load` says where the
-    engine of a model that is loaded later comes up.
+    none. `offline` forbids it to ask a hub. `gpu` is the part of a GPU that it may have. `python` is the interpreter of
+    the engine's processes, empty for ours. `load` says where the engine of a model that is loaded later comes up.
     """
 
     kind: Literal["vllm", "synthetic"]
@@ -54,6 +69,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     dtype: str = "auto"
     cache_dir: str = ""
     offline: bool = False
+    python: str = ""
     gpu: GpuPart = GpuPart()
     load: Place = "auto"
+    failover: FailoverSettings = FailoverSettings()
     synthetic: SyntheticSettings = SyntheticSettings()

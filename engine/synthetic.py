@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -24,13 +25,14 @@ import msgspec
 from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics, Output
 from seedance.engine.admission import WindowSettings
 from seedance.engine.ledger import Ledger
+from seedance.engine.model_shapes import parse_config
 from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, TenantContext, Urgency
 from seedance.engine.scheduling import PolicySettings, Step
 from seedance.engine.settings import EngineSettings
 from seedance.engine.synthetic_stream import Stream
 from seedance.engine.synthetic_vocabulary import EOS_ID, VOCAB_SIZE
 from seedance.engine.token_scheduler import TokenScheduler
-from seedance.errors import EngineError
+from seedance.errors import EngineDead, EngineError
 
 DEFAULT_MAX_MODEL_LEN: Final = 32_768
 BLOCK_TOKENS: Final = 16
@@ -265,6 +267,21 @@ class SyntheticEngine:
             self._scheduler.tell(self._now)
 
 
+def _playing(settings: EngineSettings) -> EngineSettings:
+    """Return the settings with what a model's configuration says: its seed, and its longest context.
+
+    So that one model can take the place of another without any, as a real one does; its weights are not looked at.
+    """
+    path = Path(settings.model, "config.json")
+    try:
+        config = parse_config(path.read_bytes())
+    except (OSError, ValueError) as exc:
+        raise EngineDead(f"cannot play the model in '{path}': {exc}") from exc
+    limit = min(settings.max_model_len, config.max_positions or settings.max_model_len)
+    synthetic = msgspec.structs.replace(settings.synthetic, seed=config.seed)
+    return msgspec.structs.replace(settings, max_model_len=limit, synthetic=synthetic)
+
+
 class SyntheticAdapter:
     """The synthetic engine in an event loop; an `engine.adapter.EngineAdapter`. The ledger stays its owner's."""
 
@@ -278,10 +295,13 @@ class SyntheticAdapter:
         self._timer: asyncio.TimerHandle | None = None
         self._beat_timer: asyncio.TimerHandle | None = None
         self._state = EngineState.STOPPED
+        self.core_pid: int | None = None
 
     async def start(self, events: EngineEvents) -> ModelInfo:
-        """Begin anew with an empty engine, at once."""
+        """Begin anew with an empty engine, at once. Raises EngineDead when its model cannot be read."""
         self._events = events
+        if self._settings.model:
+            self._settings = _playing(self._settings)
         self._engine = SyntheticEngine(self._settings, self._ledger)
         self._state = EngineState.READY
         self._beat()
@@ -293,6 +313,7 @@ class SyntheticAdapter:
             eos_token_ids=(EOS_ID,),
             created=int(time.time()),
             engine="synthetic",
+            tokens="synthetic",
         )
 
     def submit(
@@ -319,6 +340,13 @@ class SyntheticAdapter:
         for key in keys:
             self._ledger.set_paused(key, is_paused)
         self._arm()
+
+    def give_up(self, reason: str) -> None:
+        """Drop every generation."""
+        if self._state is EngineState.READY:
+            assert self._events is not None, "an engine is given up that was never started"
+            self._end(EngineState.DEAD)
+            self._events.state_changed(EngineState.DEAD, f"cannot go on: {reason}")
 
     async def statistics(self) -> EngineStatistics:
         """Return a snapshot."""
@@ -359,7 +387,6 @@ class SyntheticAdapter:
             self._events.step_completed(outputs)
         steps = self._settings.synthetic.die_after_steps
         if steps and self._engine.steps >= steps:
-            self._end(EngineState.DEAD)
-            self._events.state_changed(EngineState.DEAD, f"cannot go on: rehearsed death after {steps} steps")
-            return
-        self._arm()
+            self.give_up(f"rehearsed death after {steps} steps")
+        else:
+            self._arm()

@@ -42,7 +42,9 @@ class TokenScheduler:
         self._step_s = 0.0
         self._ended_s = now_s
         self._begun: list[float] = []
-        ledger.clear_statistics()
+        ledger.set_engine(EngineRecord())
+        if ledger.is_active:
+            ledger.clear_statistics()
         self._take_news(now_s)
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -108,7 +110,8 @@ class TokenScheduler:
             took_s = now_s - max(begun_s, self._ended_s) if step_s is None else step_s
             self._steps += 1
             self._step_s += took_s
-            self._ledger.count_step(took_s)
+            if self._ledger.is_active:
+                self._ledger.count_step(took_s)
         self._ended_s = now_s
         if now_s >= self._tell_at_s:
             self.tell(now_s)
@@ -131,7 +134,9 @@ class TokenScheduler:
             self._leaving.discard(row)
             self._told.pop(row, None)
         statistics = self.policy.statistics(now_s)
-        for row, entry in statistics.items():
+        if not self._ledger.is_active:
+            self._told.clear()
+        for row, entry in statistics.items() if self._ledger.is_active else ():
             if self._told.get(row) != entry:
                 self._told[row] = entry
                 self._ledger.set_statistics(row, entry)

@@ -1,8 +1,8 @@
 """The vLLM adapter: drives an EngineCore over its own sockets from the host's event loop, without importing vllm.
 
 `vllm_zygote` says which processes there are and what happens when one dies; `vllm_wire` what goes over the sockets.
-Here are the process, the sockets and the engine's state. The fork server outlives an EngineCore that died, so that
-`start` after DEAD takes about two seconds; `stop` ends both.
+Here are the sockets and the state of one EngineCore. The fork server, which several adapters may have in common,
+outlives one that died, so that `start` after DEAD takes about two seconds.
 
 An EngineCore's death is noticed by its parent, the fork server, which tells us; a core that fails by an exception says
 so itself, on its output socket. Whichever comes first counts.
@@ -15,8 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,15 +29,14 @@ from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics,
 from seedance.engine.ledger import Ledger
 from seedance.engine.request import NOT_URGENT, ModelInfo, Sampling, TenantContext, Urgency
 from seedance.engine.vllm_control import VllmSettings
-from seedance.engine.vllm_process import ZygoteProcess, exit_text, last_line
+from seedance.engine.vllm_fork_server import ForkServer
 from seedance.engine.vllm_sampling import ModelFacts
+from seedance.engine.vllm_warm_up import warm_up_rounds
 from seedance.errors import EngineDead, LocalProtocolError
 
-__all__ = ["VllmAdapter", "VllmSettings", "warm_up_rounds"]
+__all__ = ["VllmAdapter", "VllmSettings"]
 
 _MESSAGES_PER_WAKEUP: Final = 64
-_STOP_GRACE_S: Final = 8.0  # above the fork server's own grace for the EngineCore
-_SOCKET_PATH_BYTES: Final = 107
 _WARM_UP_TENANT: Final = TenantContext(name="", scheduling_class="", cache_salt="warm-up")
 _LAST_ROUNDS: Final = 4
 _MIB: Final = 1 << 20
@@ -52,52 +49,28 @@ logger = logging.getLogger(__name__)
 N = TypeVar("N")
 
 
-def warm_up_rounds(facts: ModelFacts) -> list[list[tuple[list[int], Sampling]]]:
-    """Return requests that walk every path a first user could take, one list to run at a time.
-
-    The last round asks for structured output alone, so that its failure can be told from others.
-    """
-    longest = facts.max_model_len - 8
-
-    def prompt(length: int) -> list[int]:
-        return [(7919 * at + length) % facts.vocab_size for at in range(max(1, min(length, longest)))]
-
-    greedy = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
-    mixed = [
-        Sampling(max_tokens=6, seed=1, top_p=0.9, top_k=8),
-        Sampling(max_tokens=6, min_p=0.1, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1),
-        Sampling(max_tokens=6, logprobs=min(5, facts.max_logprobs), min_tokens=2),
-        Sampling(max_tokens=6, logit_bias={0: -1.0}, temperature=0.5),
-    ]
-    alone = [[(prompt(length), greedy)] for length in (16, 1, 128)]
-    together = [(prompt(16 * (at + 1)), sampling) for at, sampling in enumerate([greedy, *mixed, greedy, *mixed])]
-    again = [[(prompt(16), sampling)] for sampling in mixed]
-    structured = [(prompt(16), Sampling(max_tokens=4, json_object=True))] if facts.structured_backend else []
-    return [*alone, together, *again, structured]
-
-
 class VllmAdapter:
-    """An EngineAdapter over vLLM's EngineCore; `core_pid` and `log_path` are for operators and tests.
+    """An EngineAdapter over vLLM's EngineCore; a `CoreClient`. `core_pid` and `log_path` are for operators and tests.
 
-    The ledger stays its owner's.
+    Without a fork server in common with others it has one of its own, which ends with it. The ledger stays its owner's,
+    and is the one of this engine's row.
     """
 
-    def __init__(self, settings: VllmSettings, ledger: Ledger) -> None:
+    def __init__(self, settings: VllmSettings, ledger: Ledger, server: ForkServer | None = None) -> None:
         self._ledger = ledger
-        self._run_dir = Path(settings.run_dir).absolute()
-        cache_dir = str(Path(settings.cache_dir).absolute()) if settings.cache_dir else str(self._run_dir / "cache")
-        self._settings = msgspec.structs.replace(settings, run_dir=str(self._run_dir), cache_dir=cache_dir)
-        self.log_path = self._run_dir / "log" / "engine-core.log"
+        self._server = ForkServer(settings, ledger) if server is None else server
+        self._owns_server = server is None
+        of_server = self._server.settings
+        self._settings = msgspec.structs.replace(settings, run_dir=of_server.run_dir, cache_dir=of_server.cache_dir)
+        self.log_path = self._server.log_path
         self.core_pid: int | None = None
         self._state = EngineState.STOPPED
-        self._zygote: ZygoteProcess | None = None
+        self._launch = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
         self._connection: wire.CoreConnection | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._death: EngineDead | None = None
-        self._launches = 0
-        self._reason = ""
         self._steps = self._tokens = 0
 
     # Life
@@ -110,7 +83,6 @@ class VllmAdapter:
         self._events = events
         self._news: asyncio.Queue[Any] = asyncio.Queue()
         self._death = None
-        self._reason = ""
         self.core_pid = None
         self._change(EngineState.STARTING, f"loading '{self._settings.model}'")
         try:
@@ -121,35 +93,37 @@ class VllmAdapter:
         except TimeoutError:
             raise self._died(f"it did not come up within {self._settings.start_timeout_s:g} s") from None
         except (OSError, zmq.ZMQError) as exc:
-            raise self._died(f"{exc.strerror}: '{getattr(exc, 'filename', self._run_dir)}'") from exc
+            raise self._died(f"{exc.strerror}: '{getattr(exc, 'filename', self._settings.run_dir)}'") from exc
         except asyncio.CancelledError:
             self._died("its start was cancelled")
             raise
 
     async def stop(self) -> None:
-        """End the engine and its fork server; idempotent, and a start under way then fails."""
+        """End the engine, and the fork server if it is its own; idempotent, and a start under way then fails."""
         self._end(EngineState.STOPPED, "cannot go on with the engine: it was stopped")
         if self._state is EngineState.DEAD:
             self._change(EngineState.STOPPED, "")
-        if self._zygote is not None:
-            await self._zygote.stop(_STOP_GRACE_S)
+        if self._owns_server:
+            await self._server.stop()
+        else:
+            self._server.kill(self._launch)
+            await self._server.wait_ended(self._launch)
+        self.core_pid = None
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
-        shutil.rmtree(self._run_dir / "tmp", ignore_errors=True)
+
+    def give_up(self, reason: str) -> None:
+        """Take the engine for dead, as somebody has found; ends it."""
+        if self._state in {EngineState.STARTING, EngineState.READY}:
+            self._died(reason)
 
     async def _bring_up(self) -> ModelInfo:
         local = control.local_model(self._settings.model)  # a wrong path is told now, not after vLLM's import
         settings = self._settings if local is None else msgspec.structs.replace(self._settings, model=str(local))
-        if self._zygote is None:
-            self._prepare_run_dir()
-            self._zygote = ZygoteProcess(
-                settings, self._ledger, self.log_path, self._control_received, self._zygote_gone
-            )
-            loaded = await self._news_of(control.Preloaded)
-            logger.info("vLLM %s imported in %.1f s", loaded.vllm_version, loaded.seconds)
-        inward, outward = self._open_sockets()
-        self._zygote.send(control.Launch(self._launches, settings, inward, outward))
+        await self._server.ready()
+        self._launch = self._server.admit(self)
+        self._server.launch(self._launch, settings, self._open_sockets(), self._ledger.engine_row)
         resolved = await self._news_of(control.Resolved)
         ready = await self._news_of(wire.Ready)
         facts = msgspec.structs.replace(resolved.facts, max_model_len=ready.max_model_len)
@@ -172,24 +146,9 @@ class VllmAdapter:
             engine="vllm",
         )
 
-    def _prepare_run_dir(self) -> None:
-        if len(os.fsencode(self._socket_path(999_999, "out"))) > _SOCKET_PATH_BYTES:
-            raise OSError(0, "run_dir is too long for the path of a Unix socket", self._settings.run_dir)
-        shutil.rmtree(self._run_dir / "tmp", ignore_errors=True)
-        for left_over in self._run_dir.glob("core-*.*"):  # of a host that was killed
-            left_over.unlink(missing_ok=True)
-        for directory in (self._run_dir / "tmp", self.log_path.parent):
-            directory.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            self.log_path.replace(self.log_path.with_suffix(".log.1"))
-
-    def _socket_path(self, launch: int, direction: str) -> str:
-        return str(self._run_dir / f"core-{launch}.{direction}")
-
     def _open_sockets(self) -> tuple[str, str]:
         self._context = self._context or zmq.Context()
-        self._launches += 1
-        addresses = tuple("ipc://" + self._socket_path(self._launches, direction) for direction in ("in", "out"))
+        addresses = tuple("ipc://" + self._server.socket_path(self._launch, end) for end in ("in", "out"))
         requests, outputs = self._context.socket(zmq.ROUTER), self._context.socket(zmq.PULL)
         self._sockets = requests, outputs
         requests.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -350,28 +309,18 @@ class VllmAdapter:
                 _, payload = self._sockets[0].recv_multipart(_NOBLOCK)
                 self._news.put_nowait(msgspec.msgpack.decode(payload, type=wire.Ready))
 
-    def _control_received(self, message: control.ToAdapter) -> None:
-        match message:
-            case control.Preloaded():
-                self._news.put_nowait(message)
-            case control.Failed(0, reason):
-                self._reason = reason
-            case _ if message.launch != self._launches:
-                return  # late news of an older core
-            case control.Failed(_, reason):
-                self._reason = reason
-            case control.Launched(_, pid):
-                self.core_pid = pid
-            case control.Exited(_, _, status):
-                self.core_pid = None
-                self._died(self._reason or exit_text(status))
-            case control.Resolved():
-                self._news.put_nowait(message)
+    def core_launched(self, pid: int) -> None:
+        """Take the process's number."""
+        self.core_pid = pid
 
-    def _zygote_gone(self) -> None:
-        self._zygote = None
+    def core_resolved(self, resolved: control.Resolved) -> None:
+        """Let the start go on."""
+        self._news.put_nowait(resolved)
+
+    def core_ended(self, reason: str) -> None:
+        """Take the core's end."""
         self.core_pid = None
-        self._died(self._reason or f"its fork server ended: {last_line(self.log_path)}")
+        self._died(reason)
 
     async def _news_of(self, kind: type[N]) -> N:
         while not isinstance(news := await self._news.get(), kind) or self._death is not None:
@@ -383,9 +332,19 @@ class VllmAdapter:
         """Take the end of the engine, however it became known; the first news of it counts, and is returned."""
         verb = "start" if self._state is EngineState.STARTING else "go on with"
         log = f"; its log is '{self.log_path}'" if self.log_path.exists() else ""
-        if self._zygote is not None:
-            self._zygote.send(control.Kill())
+        if self._state is EngineState.READY:
+            self._take_rest()
+        self._server.kill(self._launch)
+        self.core_pid = None
         return self._end(EngineState.DEAD, f"cannot {verb} the engine: {reason.rstrip('.')}{log}")
+
+    def _take_rest(self) -> None:
+        """Take what an engine had sent before its end."""
+        with contextlib.suppress(zmq.ZMQError, msgspec.DecodeError, ValueError, TypeError, LookupError):
+            while self._sockets is not None and self._connection is not None:
+                outputs, _, _ = self._connection.receive(self._sockets[1].recv_multipart(_NOBLOCK))
+                if outputs:
+                    self._events.step_completed(outputs)
 
     def _end(self, state: EngineState, text: str) -> EngineDead:
         if self._state not in {EngineState.STARTING, EngineState.READY}:
@@ -406,7 +365,7 @@ class VllmAdapter:
             end.close(linger=0)
         self._sockets = None
         for direction in ("in", "out"):
-            Path(self._socket_path(self._launches, direction)).unlink(missing_ok=True)
+            Path(self._server.socket_path(self._launch, direction)).unlink(missing_ok=True)
 
     def _change(self, state: EngineState, detail: str) -> None:
         self._state = state

@@ -51,23 +51,26 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Launch(msgspec.Struct, tag="launch", frozen=True):
-    """adapter → zygote: fork an EngineCore that connects to these addresses; an older one is killed first.
+    """adapter → zygote: fork an EngineCore that connects to these addresses, beside those that run.
 
-    Launches are numbered from 1, and news of an EngineCore carries its number: that of an older one may come late.
+    Launches are numbered from 1, and news of an EngineCore carries its number. `engine_row` is its place in the ledger.
     """
 
     launch: int
     settings: VllmSettings
     input_address: str
     output_address: str
+    engine_row: int = 0
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
-    """adapter → zygote: end the EngineCore within seconds, then yourself."""
+    """adapter → zygote: end all EngineCores within seconds, then yourself."""
 
 
 class Kill(msgspec.Struct, tag="kill", frozen=True):
-    """adapter → zygote: end the EngineCore at once; it is of no use any more."""
+    """adapter → zygote: end an EngineCore at once; one that has ended is passed over."""
+
+    launch: int
 
 
 class Preloaded(msgspec.Struct, tag="preloaded", frozen=True):
@@ -119,7 +122,8 @@ class CoreStatistics(msgspec.Struct):
 
 
 ToZygote = Launch | Kill | Stop
-ToAdapter = Preloaded | Launched | Resolved | Failed | Exited
+CoreNews = Launched | Resolved | Failed | Exited
+ToAdapter = Preloaded | CoreNews
 
 
 def local_model(model: str) -> Path | None:

@@ -70,7 +70,8 @@ def run_core(ledger_fd: int, control: socket.socket, launch: Launch) -> int:
     core = importlib.import_module("vllm.v1.engine.core")
     if not settings.plain_scheduler:
         version = str(importlib.import_module("vllm").__version__)
-        config.scheduler_config.scheduler_cls = scheduler_class(config.scheduler_config, Ledger(ledger_fd), version)
+        ledger = Ledger(ledger_fd, launch.engine_row)
+        config.scheduler_config.scheduler_cls = scheduler_class(config.scheduler_config, ledger, version)
         vllm_scheduler.let_sleep(core.EngineCoreProc)
     _extend(core, launch)
     core.EngineCoreProc.run_engine_core(

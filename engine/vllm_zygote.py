@@ -4,7 +4,7 @@ It and `vllm_core`, what an EngineCore does, are the only modules that import vl
 the control socket.
 
     adapter (no vllm) ── control socket ── zygote (vllm imported, one thread, accelerator untouched)
-        └── zmq ipc: requests, outputs ────── EngineCore (forked from the zygote; scheduler and worker in one process)
+        └── zmq ipc: requests, outputs ────── EngineCores (forked from the zygote; scheduler and worker in one process)
 
 Why a zygote: importing vLLM takes 7 s and more, loading a small model 2 s, so an engine that died is back in the
 latter. A fork keeps only the calling thread, and a CUDA context does not survive it; hence the zygote imports and does
@@ -35,7 +35,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
 import msgspec
@@ -111,7 +111,7 @@ def check_layout(version: str) -> None:
 
 
 class Zygote:
-    """The fork server: one EngineCore at a time, for one adapter; `run` is what a forked process does."""
+    """The fork server of the EngineCores of one host; `run` is what a forked process does."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Zygote:
         self._stop_grace_s = stop_grace_s
         self._run = run
         self._adapter = os.pidfd_open(adapter_pid)
-        self._core: tuple[int, int, int] | None = None  # launch, pid, pidfd
+        self._cores: dict[int, tuple[int, int]] = {}  # pid and pidfd, by launch
 
     def send(self, message: ToAdapter) -> None:
         """Tell the adapter; when it is gone the main loop will notice."""
@@ -135,23 +135,23 @@ class Zygote:
         """Fork EngineCores on demand until the adapter says stop, or is gone."""
         decode = msgspec.json.Decoder(ToZygote).decode
         while True:
-            watched = [self._control.fileno(), self._adapter, *([self._core[2]] if self._core else [])]
-            ready, _, _ = select.select(watched, [], [])
-            if self._core and self._core[2] in ready:
-                self._reap()
+            pidfds = [pidfd for _, pidfd in self._cores.values()]
+            ready, _, _ = select.select([self._control.fileno(), self._adapter, *pidfds], [], [])
+            self._reap(ready)
             if self._adapter in ready:
-                return self._kill()
+                return self._kill_all()
             if self._control.fileno() not in ready:
                 continue
             data = self._control.recv(MAX_CONTROL_BYTES)
             if not data:
-                return self._kill()
+                return self._kill_all()
             message = decode(data)
             if isinstance(message, Stop):
                 return self._stop()
-            self._kill()
             if isinstance(message, Launch):
                 self._fork(message)
+            else:
+                self._signal(message.launch, signal.SIGKILL)
 
     def _fork(self, launch: Launch) -> None:
         if reason := self._unfit():
@@ -161,7 +161,7 @@ class Zygote:
         pid = os.fork()
         if pid == 0:
             _be_core(self._run, self._control, launch, zygote)
-        self._core = (launch.launch, pid, os.pidfd_open(pid))
+        self._cores[launch.launch] = pid, os.pidfd_open(pid)
         self.send(Launched(launch.launch, pid))
 
     @staticmethod
@@ -172,24 +172,40 @@ class Zygote:
         touched = torch is not None and torch.cuda.is_initialized()
         return "the fork server has touched the accelerator" if touched else None
 
-    def _reap(self) -> None:
-        assert self._core is not None
-        launch, pid, fd = self._core
-        self._core = None
-        os.close(fd)
-        _, status = os.waitpid(pid, 0)
-        self.send(Exited(launch, pid, os.waitstatus_to_exitcode(status)))
+    def _reap(self, ready: Sequence[int]) -> None:
+        """Take note of the cores that have ended: those whose pidfds are `ready`."""
+        for launch, (pid, pidfd) in list(self._cores.items()):
+            if pidfd in ready:
+                del self._cores[launch]
+                os.close(pidfd)
+                _, status = os.waitpid(pid, 0)
+                self.send(Exited(launch, pid, os.waitstatus_to_exitcode(status)))
 
-    def _kill(self) -> None:
-        if self._core:
-            signal.pidfd_send_signal(self._core[2], signal.SIGKILL)
-            self._reap()
+    def _signal(self, launch: int, number: int) -> None:
+        if launch in self._cores:
+            signal.pidfd_send_signal(self._cores[launch][1], number)
+
+    def _kill_all(self) -> None:
+        for launch in self._cores:
+            self._signal(launch, signal.SIGKILL)
+        while self._cores:
+            self._wait_end(None)
 
     def _stop(self) -> None:
-        if self._core:
-            signal.pidfd_send_signal(self._core[2], signal.SIGTERM)
-            select.select([self._core[2], self._adapter], [], [], self._stop_grace_s)
-        self._kill()
+        for launch in self._cores:
+            self._signal(launch, signal.SIGTERM)
+        ends_s = time.monotonic() + self._stop_grace_s
+        while self._cores and (left_s := ends_s - time.monotonic()) > 0 and self._wait_end(left_s):
+            pass
+        self._kill_all()
+
+    def _wait_end(self, timeout_s: float | None) -> bool:
+        """Wait until a core ends; False when none does in time, or the adapter is gone."""
+        pidfds = [pidfd for _, pidfd in self._cores.values()]
+        watched = pidfds if timeout_s is None else [*pidfds, self._adapter]
+        ready, _, _ = select.select(watched, [], [], timeout_s)
+        self._reap(ready)
+        return bool(ready) and self._adapter not in ready
 
 
 def _be_core(

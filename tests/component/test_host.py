@@ -10,12 +10,14 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from support.host import HostProcess, make_settings, running_host
 
 from seedance.engine import host_link
 from seedance.engine.channel import Batch, Delta, Submit, encode
 from seedance.engine.request import FinishReason, Sampling
+from seedance.engine.settings import FailoverSettings
 from seedance.engine.synthetic_stream import expected_token_ids
 from seedance.engine.synthetic_vocabulary import encode_text
 
@@ -208,24 +210,42 @@ def test_before_the_engine_is_started_requests_are_refused() -> None:
     asyncio.run(main())
 
 
-@with_host(die_after_steps=20)
-async def test_dead_engine_is_announced_and_comes_back(host: HostProcess) -> None:
-    workers = [host.attach(1), host.attach(2)]
-    for worker in workers:
-        await worker.submit(1, PROMPT, max_tokens=1_000)
-    for worker in workers:
-        await worker.wait_for(lambda worker=worker: len(worker.states) == 4)
-        assert [change.state for change in worker.states] == ["ready", "dead", "starting", "ready"]
-        assert [change.model is None for change in worker.states] == [False, True, True, False]
-        token_ids = worker.token_ids[1]
-        assert token_ids
-        assert token_ids == expected_token_ids(7, PROMPT, len(token_ids))
-        assert worker.finished == {}
-    await host.wait_for(lambda: len(host.states) == 5)
-    assert [change.state for change in host.states] == ["starting", "ready", "dead", "starting", "ready"]
+@pytest.mark.parametrize("standby", [False, True])
+def test_generations_outlive_two_engines_and_lose_nothing(standby: bool) -> None:
+    async def main() -> None:
+        # So slow that a step is hardly ever late, and brings more than one token of a stream.
+        settings = make_settings(**{**FAST, "tokens_per_s": 50.0}, die_after_steps=20)
+        settings = msgspec.structs.replace(settings, failover=FailoverSettings(standby=standby))
+        async with running_host(settings) as host:
+            workers = [host.attach(1), host.attach(2)]
+            for worker in workers:
+                for stream in range(25):
+                    await worker.submit(stream, [*PROMPT, stream], max_tokens=45)
+            for worker in workers:
+                await worker.wait_for(lambda worker=worker: len(worker.finished) == 25)
+                for stream in range(25):
+                    assert worker.token_ids[stream] == expected_token_ids(7, [*PROMPT, stream], 45)
+                    assert worker.finished[stream] is FinishReason.LENGTH
+                states = [change.state for change in worker.states]
+                expected = ["ready"] * 3 if standby else ["ready", "recovering"] * 2 + ["ready"]
+                assert states == expected[: len(states)]
+                assert len(states) > 1 + (not standby)
+                assert all(change.model is not None for change in worker.states)
+            assert [channel.tokens for channel in (await host.statistics()).channels] == [25 * 45] * 2
+
+    asyncio.run(main())
+
+
+@with_host(die_after_steps=10)
+async def test_generation_whose_engines_keep_dying_is_ended(host: HostProcess) -> None:
+    worker = host.attach(1)
+    await worker.submit(1, PROMPT, max_tokens=1_000)
+    await worker.wait_for(lambda: worker.refusals)
+    assert (worker.refusals[0].stream, worker.refusals[0].code) == (1, "engine_unavailable")
+    assert worker.token_ids[1] == expected_token_ids(7, PROMPT, len(worker.token_ids[1]))
     # The number is free again, though its first generation never finished.
-    await workers[0].submit(1, PROMPT, max_tokens=5)
-    await workers[0].wait_for(lambda: workers[0].finished)
+    await worker.submit(1, PROMPT, max_tokens=5)
+    await worker.wait_for(lambda: worker.finished)
 
 
 @with_host()

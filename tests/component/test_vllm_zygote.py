@@ -1,4 +1,4 @@
-"""Who dies with whom: the adapter's process, the fork server and its EngineCore, as real processes without vLLM."""
+"""Who dies with whom: the adapter's process, the fork server and its EngineCores, as real processes without vLLM."""
 
 from __future__ import annotations
 
@@ -66,34 +66,33 @@ def family() -> Iterator[Family]:
     family.close()
 
 
-def launch(family: Family) -> tuple[int, int]:
-    said = family.tell("launch")
+def launch(family: Family, number: int = 1) -> tuple[int, int]:
+    said = family.tell(f"launch {number}")
     zygote, core = said["zygote"], said["Launched"]
     family.watch(zygote, core)
     return zygote, core
 
 
-def test_both_end_when_the_adapters_process_is_killed(family: Family) -> None:
-    zygote, core = launch(family)
+def test_all_end_when_the_adapters_process_is_killed(family: Family) -> None:
+    (zygote, core), (_, second) = launch(family), launch(family, 2)
     family.adapter.kill()
-    assert family.ended(zygote)
-    assert family.ended(core)
+    assert all(map(family.ended, (zygote, core, second)))
 
 
-def test_the_core_ends_when_the_fork_server_is_killed(family: Family) -> None:
-    zygote, core = launch(family)
+def test_the_cores_end_when_the_fork_server_is_killed(family: Family) -> None:
+    (zygote, core), (_, second) = launch(family), launch(family, 2)
     os.kill(zygote, signal.SIGKILL)
     assert family.ended(core)
+    assert family.ended(second)
 
 
-def test_the_fork_server_survives_its_core_and_tells_the_signal(family: Family) -> None:
-    zygote, core = launch(family)
-    assert family.tell("kill") == {"zygote": zygote, "Exited": core, "status": -signal.SIGKILL}
+def test_fork_server_and_other_cores_survive_a_core_and_the_signal_is_told(family: Family) -> None:
+    (zygote, core), (_, second) = launch(family), launch(family, 2)
+    assert family.tell("kill 1") == {"zygote": zygote, "Exited": core, "status": -signal.SIGKILL}
     assert family.ended(core)
     assert family.running(zygote)
-    said = family.tell("launch")
-    assert said["zygote"] == zygote
-    assert said["Launched"] != core
+    assert family.running(second)
+    assert launch(family, 3)[0] == zygote
 
 
 def test_stop_ends_even_a_core_that_ignores_sigterm(family: Family) -> None:

@@ -1,7 +1,7 @@
 """The fork server and its adapter without vLLM: what a forked process does is to sleep.
 
-`python -m support.vllm_zygote adapter` starts a fork server, has it fork, prints both pids as JSON, then obeys its
-standard input: a line "stop" is passed on as Stop, "kill" as Kill, "launch" as Launch, and the pid is printed again.
+`python -m support.vllm_zygote adapter` starts a fork server and obeys its standard input: a line "stop" is passed on as
+Stop, "kill 1" as Kill, "launch 1" as Launch, and what the fork server says then is printed as JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from seedance.engine import vllm_control as control
 from seedance.engine.vllm_zygote import Zygote
 
-LAUNCH = control.Launch(1, control.VllmSettings(model="m", name="m", run_dir="/"), "ipc://in", "ipc://out")
+SETTINGS = control.VllmSettings(model="m", name="m", run_dir="/")
 
 
 def sleep(_: socket.socket, __: control.Launch) -> int:
@@ -41,9 +41,14 @@ def be_adapter() -> None:
     with theirs:
         zygote = subprocess.Popen(words, pass_fds=[theirs.fileno()])
     decode = msgspec.json.Decoder(control.ToAdapter).decode
-    messages: dict[str, control.ToZygote] = {"launch": LAUNCH, "kill": control.Kill(), "stop": control.Stop()}
     for line in sys.stdin:
-        ours.send(msgspec.json.encode(messages[line.strip()]))
+        word, _, number = line.strip().partition(" ")
+        message: control.ToZygote = control.Stop()
+        if word == "launch":
+            message = control.Launch(int(number), SETTINGS, "ipc://in", "ipc://out")
+        elif word == "kill":
+            message = control.Kill(int(number))
+        ours.send(msgspec.json.encode(message))
         news = decode(ours.recv(control.MAX_CONTROL_BYTES))
         said = {"zygote": zygote.pid, type(news).__name__: getattr(news, "pid", None)}
         sys.stdout.write(json.dumps(said | {"status": getattr(news, "status", None)}) + "\n")

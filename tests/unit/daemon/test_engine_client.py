@@ -28,7 +28,7 @@ from seedance.engine.channel import (
     encode,
     pack_singles,
 )
-from seedance.engine.request import FinishReason, ModelInfo, Sampling, TokenLogprobs
+from seedance.engine.request import FinishReason, Sampling, TokenLogprobs
 from seedance.qos.limiter import TenantLimiter
 from seedance.qos.quota import Quota, TokenQuota
 
@@ -414,10 +414,7 @@ def test_streams_of_a_model_that_comes_back_go_the_short_way_again() -> None:
 
 def test_a_model_that_is_coming_is_prepared_for() -> None:
     scene = Scene()
-    model = ModelInfo(
-        name="m", tokenizer_dir="/m", max_model_len=9, vocab_size=9, eos_token_ids=(), created=0, engine="vllm"
-    )
-    scene.say(ModelComing(model))
+    scene.say(ModelComing("/m"))
     assert scene.heard() == [ModelPrepared("/m", "")]
 
 

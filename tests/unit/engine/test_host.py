@@ -16,7 +16,7 @@ from support.mps import control_daemon
 from support.virtual_time import run_in_virtual_time
 
 from seedance.engine import host_link
-from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics, Output
+from seedance.engine.adapter import EngineAdapter, EngineEvents, EngineState, EngineStatistics, Output
 from seedance.engine.channel import (
     Abort,
     Batch,
@@ -32,12 +32,12 @@ from seedance.engine.channel import (
     encode,
     pack_singles,
 )
-from seedance.engine.host import RESTART_MAX_S, EngineHost, create_adapter
+from seedance.engine.failover import RESTART_MAX_S
+from seedance.engine.host import EngineHost
 from seedance.engine.ledger import STREAMS, Ledger
 from seedance.engine.packets import PacketSocket, pair
 from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, TenantContext, Urgency
-from seedance.engine.settings import EngineSettings
-from seedance.engine.synthetic import SyntheticAdapter
+from seedance.engine.settings import EngineSettings, FailoverSettings
 from seedance.errors import EngineDead, EngineError
 from seedance.qos.gpu import GpuPart
 
@@ -63,6 +63,7 @@ class FakeAdapter:
         self.during_start: Callable[[], None] = lambda: None
         self.statistics_never_come = False
         self.events: EngineEvents
+        self.core_pid: int | None = None
 
     async def start(self, events: EngineEvents) -> ModelInfo:
         self.events = events
@@ -98,6 +99,28 @@ class FakeAdapter:
             await asyncio.Event().wait()
         return EngineStatistics(state=EngineState.READY, running=17, waiting=4)
 
+    def give_up(self, reason: str) -> None:
+        self.die(reason)
+
+    def die(self, detail: str) -> None:
+        self.events.state_changed(EngineState.DEAD, detail)
+
+    async def stop(self) -> None:
+        self.stopped += 1
+
+
+class FakeSource:
+    """The test's engines, one after the other, the last one again and again."""
+
+    def __init__(self, *adapters: FakeAdapter) -> None:
+        self.adapters = list(adapters)
+        self.created: list[EngineSettings] = []
+        self.stopped = 0
+
+    def create(self, settings: EngineSettings, ledger: Ledger) -> EngineAdapter:
+        self.created.append(settings)
+        return self.adapters.pop(0) if len(self.adapters) > 1 else self.adapters[0]
+
     async def stop(self) -> None:
         self.stopped += 1
 
@@ -117,6 +140,18 @@ class Scene:
         self.worker, self._theirs = socket.socketpair()
         self.worker.setblocking(False)
         self._receiver: Receiver[ToWorker] = Receiver(ToWorker)
+
+    def start(self, *adapters: FakeAdapter, queue: int = 0, gpu: GpuPart | None = None, **failover: Any) -> None:
+        settings = EngineSettings(
+            kind="synthetic",
+            name="s",
+            queue=queue,
+            gpu=gpu or GpuPart(),
+            run_dir="/run/e",
+            failover=FailoverSettings(**failover),
+        )
+        self.source = FakeSource(*(adapters or [self.adapter]))
+        self.host.start_engine(self.source, settings, Ledger.create())
 
     def _link_closed(self) -> None:
         """The host has gone; tests see it by what it stopped."""
@@ -156,7 +191,7 @@ async def scene(*, start: bool = True, queue: int = 0) -> AsyncIterator[Scene]:
     it = Scene()
     serving = asyncio.create_task(it.host.serve())
     if start:
-        it.host.start_engine(it.adapter, queue)
+        it.start(queue=queue)
     await settle()
     await it.attach()
     it.heard()
@@ -267,29 +302,146 @@ async def test_refusals_carry_the_engines_reason() -> None:
 
 
 @run
-async def test_dead_engine_loses_its_generations_and_is_started_again() -> None:
+async def test_dead_engines_generations_go_on_with_the_next_one() -> None:
+    async with scene(start=False) as it:
+        first, second = FakeAdapter(), FakeAdapter()
+        it.start(first, second)
+        await settle()
+        it.heard()
+        sampling = Sampling(max_tokens=5)
+        soon = Urgency(deadline_s=9.0)
+        await it.say(Submit(1, [1], sampling), Submit(2, [2], sampling, soon), Submit(3, [3], sampling))
+        (one, *_), (two, *_), (three, *_) = first.submitted
+        it.host.step_completed([Output(one, [7]), Output(two, [8, 9]), Output(three, [6], FinishReason.STOP)])
+        it.heard()
+        await it.say(SetPaused([1], is_paused=True))
+        second.during_start = lambda: it.worker.sendall(encode(Submit(4, [4], sampling)) + encode(Abort([9])))
+        first.die("killed")
+        first.die("killed, told twice")
+        assert it.heard() == [EngineChanged("recovering", "killed", MODEL)]
+        await settle()
+        assert it.heard() == [EngineChanged("ready", "", MODEL)]
+        assert [key for key, *_ in second.submitted[:2]] == [two, one]
+        assert second.submitted[:2] == [(two, "acme", [2], sampling), (one, "acme", [1], sampling)]
+        assert second.emitted[:2] == [[8, 9], [7]]
+        assert second.paused == {one: True}
+        assert len(second.submitted) == 3, "what came meanwhile waits too"
+        it.host.step_completed([Output(one, [11]), Output(two, [10], FinishReason.LENGTH)])
+        assert it.heard() == [Batch([Delta(2, [10], FinishReason.LENGTH)], pack_singles([1, 11]))]
+        assert (first.aborted, first.stopped) == ([], 1)
+        assert it.states() == ["starting", "ready", "recovering", "ready"]
+
+
+@run
+async def test_engine_that_stands_by_goes_on_at_once_and_another_one_stands_by_then() -> None:
+    async with scene(start=False) as it:
+        first, second, third = adapters = FakeAdapter(), FakeAdapter(), FakeAdapter()
+        it.start(*adapters, standby=True)
+        await settle()
+        it.heard()
+        assert len(it.source.created) == 2
+        await it.say(Submit(1, [1], Sampling(max_tokens=5)))
+        it.host.step_completed([Output(first.submitted[0][0], [7])])
+        it.heard()
+        first.die("killed")
+        assert it.heard() == [EngineChanged("ready", "", MODEL)]
+        assert second.emitted == [[7]]
+        await settle()
+        assert third.starts
+        third.die("while it stood by")
+        assert it.states() == ["starting", "ready", "ready"]
+        assert it.heard() == []
+
+
+@run
+async def test_generation_that_ended_with_its_engines_last_words_is_ended() -> None:
+    async with scene() as it:
+        await it.say(Submit(1, [1], Sampling(max_tokens=2)))
+        it.host.step_completed([Output(it.adapter.submitted[0][0], [7, 8])])
+        it.adapter.die("killed")
+        await settle()
+        assert [m for m in it.heard() if isinstance(m, Batch)][-1] == Batch([Delta(1, [], FinishReason.LENGTH)])
+        assert len(it.adapter.submitted) == 1
+        assert not it.host._generations
+
+
+@run
+async def test_what_waits_is_given_up_when_too_many_starts_have_failed() -> None:
     async with scene() as it:
         await it.say(Submit(1, [1], Sampling(max_tokens=3)))
-        it.host.state_changed(EngineState.DEAD, "killed")
-        it.host.state_changed(EngineState.DEAD, "killed, told twice")
-        await it.say(Submit(2, [1], Sampling(max_tokens=3)), Abort([1]))
-        heard = it.heard()
-        assert heard[0] == EngineChanged("dead", "killed", None)
-        assert isinstance(heard[1], Refused)
-        assert (heard[1].stream, heard[1].code, len(heard)) == (2, "engine_unavailable", 2)
-        assert it.adapter.aborted == []
-        await asyncio.sleep(1.5)
-        assert it.heard() == [EngineChanged("starting", "", None), EngineChanged("ready", "", MODEL)]
+        it.adapter.fail_start = EngineDead("no memory")
+        it.adapter.die("killed")
+        await asyncio.sleep(2.5)
+        assert it.states()[-1] == "recovering"
+        await it.say(Abort([1]), Submit(2, [1], Sampling(max_tokens=3)))
+        await asyncio.sleep(1.0)
+        assert it.states()[-1] == "dead"
+        assert it.heard() == [EngineChanged("recovering", "killed", MODEL), EngineChanged("dead", "no memory", None)]
+        assert not it.host._generations
+        await it.say(Submit(3, [1], Sampling(max_tokens=3)))
+        (refused,) = it.heard()
+        assert isinstance(refused, Refused)
+        assert refused.code == "engine_unavailable"
+
+
+@run
+async def test_request_that_engines_die_of_is_not_given_to_a_fourth() -> None:
+    async with scene() as it:
         await it.say(Submit(1, [1], Sampling(max_tokens=3)))
-        assert len(it.adapter.submitted) == 2
-        assert it.states() == ["starting", "ready", "dead", "starting", "ready"]
+        for _ in range(2):
+            it.adapter.die("of it")
+            await asyncio.sleep(10)
+        await it.say(Submit(2, [1], Sampling(max_tokens=3)))
+        it.heard()
+        it.adapter.die("of it")
+        (refused, *_) = it.heard()
+        assert isinstance(refused, Refused)
+        assert (refused.stream, refused.code) == (1, "engine_unavailable")
+        await asyncio.sleep(10)
+        assert len(it.adapter.submitted) == 5
+
+
+@run
+async def test_next_engine_may_refuse_what_the_last_one_took() -> None:
+    async with scene(start=False) as it:
+        first, second = FakeAdapter(), FakeAdapter()
+        second.refuse = EngineError("context_too_long", "cannot take so much")
+        it.start(first, second)
+        await settle()
+        await it.say(Submit(1, [1], Sampling(max_tokens=3)))
+        it.heard()
+        first.die("killed")
+        await settle()
+        assert [(m.stream, m.code) for m in it.heard() if isinstance(m, Refused)] == [(1, "context_too_long")]
+
+
+@run
+async def test_engine_on_the_processor_serves_until_the_other_is_up_again() -> None:
+    async with scene(start=False) as it:
+        gpu, broken, cpu, again = adapters = [FakeAdapter() for _ in range(4)]
+        broken.fail_start = EngineDead("no GPU")
+        it.start(*adapters, attempts=1, cpu_python="/cpu/bin/python", cpu_kv_bytes=5)
+        await settle()
+        await it.say(Submit(1, [1], Sampling(max_tokens=9)))
+        key = gpu.submitted[0][0]
+        it.host.step_completed([Output(key, [7])])
+        gpu.die("fell off the bus")
+        await asyncio.sleep(0.5)
+        assert cpu.emitted == [[7]]
+        on_cpu = it.source.created[2]
+        assert (on_cpu.python, on_cpu.kv_bytes, on_cpu.run_dir) == ("/cpu/bin/python", 5, "/run/e/cpu")
+        it.host.step_completed([Output(key, [8])])
+        await asyncio.sleep(1.0)
+        assert again.emitted == [[7, 8]]
+        assert (cpu.aborted, cpu.stopped) == ([key], 1)
+        assert it.states() == ["starting", "ready", "recovering", "ready", "ready"]
 
 
 @run
 async def test_engine_that_does_not_come_up_is_tried_less_and_less_often() -> None:
     async with scene(start=False) as it:
         it.adapter.fail_start = EngineDead("cannot load the weights")
-        it.host.start_engine(it.adapter)
+        it.start()
         await asyncio.sleep(100)
         waits = [later - earlier for earlier, later in zip(it.adapter.starts, it.adapter.starts[1:], strict=False)]
         assert waits == pytest.approx([1, 2, 4, 8, 16, RESTART_MAX_S, RESTART_MAX_S])
@@ -298,13 +450,13 @@ async def test_engine_that_does_not_come_up_is_tried_less_and_less_often() -> No
         await asyncio.sleep(RESTART_MAX_S)
         assert it.states()[-1] == "ready"
         # Short lives keep the wait long, a long one makes it short again.
-        it.host.state_changed(EngineState.DEAD, "again")
+        it.adapter.die("again")
         await asyncio.sleep(RESTART_MAX_S - 1)
-        assert it.states()[-1] == "dead"
+        assert it.states()[-1] == "recovering"
         await asyncio.sleep(100)
         assert it.states()[-1] == "ready"
-        it.host.state_changed(EngineState.DEAD, "again")
-        await asyncio.sleep(1.1)
+        it.adapter.die("again")
+        await settle()
         assert it.states()[-1] == "ready"
 
 
@@ -313,7 +465,7 @@ def test_engine_with_limits_that_mps_keeps_stays_down_until_that_is_there(tmp_pa
 
     async def drive() -> None:
         async with scene(start=False) as it:
-            it.host.start_engine(it.adapter, gpu=part)
+            it.start(gpu=part)
             await settle()
             starting, dead = it.heard()
             assert starting == EngineChanged("starting", "", None)
@@ -327,8 +479,8 @@ def test_engine_with_limits_that_mps_keeps_stays_down_until_that_is_there(tmp_pa
             with control_daemon(tmp_path):
                 await asyncio.sleep(1.5)
                 assert it.states() == ["starting", "dead", "starting", "ready"]
-            it.host.state_changed(EngineState.DEAD, "with MPS")
-            await asyncio.sleep(10)
+            it.adapter.die("with MPS")
+            await asyncio.sleep(20)
             assert it.states()[-1] == "dead"
             assert len(it.adapter.starts) == 1
 
@@ -338,7 +490,7 @@ def test_engine_with_limits_that_mps_keeps_stays_down_until_that_is_there(tmp_pa
 @run
 async def test_an_engine_without_such_limits_needs_no_mps() -> None:
     async with scene(start=False) as it:
-        it.host.start_engine(it.adapter, gpu=GpuPart(device="0", mps_directory="/nowhere"))
+        it.start(gpu=GpuPart(device="0", mps_directory="/nowhere"))
         await settle()
         assert it.states() == ["starting", "ready"]
 
@@ -348,11 +500,11 @@ async def test_ready_counts_only_with_the_model() -> None:
     async with scene(start=False) as it:
 
         def during_start() -> None:
-            it.host.state_changed(EngineState.STARTING, "loading")
-            it.host.state_changed(EngineState.READY, "16 blocks")
+            it.adapter.events.state_changed(EngineState.STARTING, "loading")
+            it.adapter.events.state_changed(EngineState.READY, "16 blocks")
 
         it.adapter.during_start = during_start
-        it.host.start_engine(it.adapter)
+        it.start()
         await settle()
         assert it.heard() == [
             EngineChanged("starting", "", None),
@@ -365,7 +517,7 @@ async def test_ready_counts_only_with_the_model() -> None:
 async def test_bug_in_an_adapter_ends_the_host() -> None:
     it = Scene()
     it.adapter.fail_start = ZeroDivisionError("a bug")
-    it.host.start_engine(it.adapter)
+    it.start()
     with pytest.raises(ZeroDivisionError):
         await it.host.serve()
     assert it.adapter.stopped == 1
@@ -408,7 +560,6 @@ async def test_engine_is_not_started_twice() -> None:
         ledger = Ledger.create()
         await it.tell(host_link.StartEngine(settings), ledger.fd)
         assert it.adapter.stopped == 1
-        assert isinstance(create_adapter(settings, ledger, asyncio.get_running_loop()), SyntheticAdapter)
         ledger.close()
 
 
@@ -464,10 +615,15 @@ async def test_a_full_queue_is_told_and_kept() -> None:
         await it.say(Abort([4]))
         assert it.heard() == [QueueBound(None, free.starts_per_s, 2)]
         await it.say(Submit(5, [1], sampling))
-        it.adapter.events.state_changed(EngineState.DEAD, "killed")
-        *_, told, dead = it.heard()
-        assert isinstance(told, QueueBound) and isinstance(dead, EngineChanged)
-        assert told.most is None, "those that waited are gone"
+        it.heard()
+        it.adapter.fail_start = EngineDead("no memory")
+        it.adapter.die("killed")
+        assert it.heard() == [EngineChanged("recovering", "killed", MODEL)]
+        await it.say(Submit(6, [1], sampling))
+        assert [type(message) for message in it.heard()] == [Refused], "those that wait for an engine are in it"
+        await asyncio.sleep(10)
+        told = [message for message in it.heard() if isinstance(message, QueueBound)]
+        assert told[-1].most is None, "those that waited are gone"
         assert second not in it.adapter.aborted
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from seedance.engine.ledger import (
+    ENGINES,
     HISTOGRAM_PLACES,
     LEDGER_BYTES,
     ROWS,
@@ -136,8 +137,23 @@ def test_statistics_of_nobody_are_none_and_can_be_cleared(ledger: Ledger, other:
     assert other.engine() == EngineRecord(beat_s=12.5, steps=3, step_s=0.5)
     other.clear_statistics()
     assert ledger.statistics(7) is None
-    assert ledger.engine() == EngineRecord()
     assert not any(ledger.histogram())
+
+
+def test_engines_have_records_of_their_own_and_one_is_active(ledger: Ledger) -> None:
+    second = ledger.for_engine(ENGINES - 1)
+    ledger.set_engine(EngineRecord(steps=3))
+    second.set_engine(EngineRecord(steps=5))
+    ledger.set_limits(7, LIMITS)
+    ledger.set_statistics(7, make_statistics(5))
+    assert (ledger.is_active, second.is_active) == (True, False)
+    assert second.engine() == EngineRecord(steps=3)
+    ledger.choose(ENGINES - 1)
+    assert (ledger.is_active, second.is_active) == (False, True)
+    assert ledger.engine() == EngineRecord(steps=5)
+    assert ledger.engine(0) == EngineRecord(steps=3)
+    assert ledger.statistics(7) is None
+    second.close()
 
 
 def test_histogram_counts_by_powers_of_two(ledger: Ledger) -> None:

@@ -78,7 +78,12 @@ def test_numbers_of_a_seed_do_not_come_twice() -> None:
 
 def test_grammar_takes_what_was_emitted() -> None:
     taken: list[list[int]] = []
-    grammar = SimpleNamespace(accept_tokens=lambda _, token_ids: taken.append(token_ids) or 9 not in token_ids)
+
+    def accept_tokens(request_id: str, token_ids: list[int]) -> bool:
+        taken.append(token_ids)
+        return 9 not in token_ids
+
+    grammar = SimpleNamespace(accept_tokens=accept_tokens)
     assert replay(grammar, Request([])) is grammar
     assert replay(grammar, Request([5, 6])) is grammar
     assert taken == [[5, 6]]

@@ -1,0 +1,391 @@
+"""The engines of one host: which there are, what each is for, and who takes over when one dies.
+
+    STARTING ─► TRIAL ─► STANDBY ─► ACTIVE ─► LEAVING ─► gone
+        └─────────┴─────────┴──────────┴─────────┴─────► gone, when it dies
+
+New requests go to the active one. One on trial is up, and gets nothing by itself; one that stands by is to be the next
+active one. One that leaves has what it was given before another one became active, and nothing new.
+
+When the active engine dies, an engine that stands by is active at once; without one the next that comes up is.
+Meanwhile the owner keeps the generations, and gets `engine_takes` with the engine that is to go on with them. When as
+many starts in a row have failed as may, the engine on the processor serves, if there is to be one, until the other is
+up again; otherwise what waits is given up.
+
+A new version of a model comes up the same way: `bring_up` with other settings, `choose`, `retire`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import gc
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from seedance.engine.adapter import EngineAdapter, EngineState, Output
+from seedance.engine.failover import Restarts
+from seedance.engine.ledger import ENGINES, Ledger
+from seedance.engine.request import ModelInfo
+from seedance.engine.settings import EngineSettings
+from seedance.engine.source import EngineSource
+from seedance.engine.token_names import TokenNames
+from seedance.errors import EngineDead
+from seedance.qos.gpu import GpuPart, mps_command, mps_error
+
+_FALLBACK_RUN_DIR: Final = "cpu"
+
+log = logging.getLogger("seedance.engine.host")
+
+
+class Role(enum.StrEnum):
+    """What an engine is for."""
+
+    STARTING = "starting"
+    TRIAL = "trial"
+    STANDBY = "standby"
+    ACTIVE = "active"
+    LEAVING = "leaving"
+    GONE = "gone"
+
+
+class EnginesOwner(Protocol):
+    """What the host does with the news of its engines."""
+
+    def step_completed(self, outputs: Sequence[Output]) -> None:
+        """Take the outputs of one step of any engine."""
+
+    def state_changed(self, state: EngineState, detail: str) -> None:
+        """Take the state of all engines together: READY while one is active, RECOVERING until the next is.
+
+        With DEAD there is none, and what waits for one is given up.
+        """
+
+    def engine_ended(self, engine: Engine) -> None:
+        """Keep the generations of an engine that died."""
+
+    def engine_left(self, engine: Engine) -> None:
+        """Keep the generations of an engine that was stopped."""
+
+    def engine_takes(self, engine: Engine) -> None:
+        """Give the active engine all generations that have none."""
+
+    def move(self, source: Engine, target: Engine) -> None:
+        """Have another engine go on with an engine's generations."""
+
+
+class Engine:
+    """One engine from its start to its end; its adapter's `EngineEvents`.
+
+    `row` is its place in the ledger. `is_fallback` says that it is the one on the processor.
+    """
+
+    def __init__(
+        self, settings: EngineSettings, adapter: EngineAdapter, ledger: Ledger, owner: Engines, *, is_fallback: bool
+    ) -> None:
+        self.settings = settings
+        self.adapter = adapter
+        self.ledger = ledger
+        self.is_fallback = is_fallback
+        self.role = Role.STARTING
+        self.model: ModelInfo | None = None
+        self.figures = ""
+        self.ready_s = 0.0
+        self._owner = owner
+        self.step_completed: Callable[[Sequence[Output]], None] = (
+            owner.step_completed
+        )  # not a method: this is the way of every token
+
+    @property
+    def row(self) -> int:
+        """Its place in the ledger."""
+        return self.ledger.engine_row
+
+    @contextlib.contextmanager
+    def probed(self, take: Callable[[Sequence[Output]], None]) -> Iterator[None]:
+        """Give the outputs of its steps to somebody else for a while, as long as nobody else has asked it for any."""
+        assert self.role is Role.TRIAL, "cannot take the outputs of an engine that serves"
+        self.step_completed = take
+        try:
+            yield
+        finally:
+            self.step_completed = self._owner.step_completed
+
+    def state_changed(self, state: EngineState, detail: str) -> None:
+        """Take the adapter's news; an end during its start is told by that."""
+        if state is EngineState.READY:
+            self.figures = detail
+        elif state is EngineState.STARTING:
+            self._owner.starts(self, detail)
+        elif state is EngineState.DEAD and self.role is not Role.STARTING:
+            self._owner.engine_died(self, detail)
+
+
+class Engines:
+    """The engines of one host, on a running event loop; they end by `stop`. The ledger stays its owner's.
+
+    `settings` are those of the next engine that is started to be the active one; `active` gets the new requests.
+    """
+
+    def __init__(
+        self,
+        source: EngineSource,
+        settings: EngineSettings,
+        ledger: Ledger,
+        owner: EnginesOwner,
+        first_restart_s: float,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._source = source
+        self.settings = settings
+        self._ledger = ledger
+        self._owner = owner
+        self.step_completed = owner.step_completed
+        self.active: Engine | None = None
+        self.all: list[Engine] = []
+        self._row = 0
+        self._restarts = Restarts(first_restart_s, settings.failover.attempts)
+        self._recovers = False
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._fallback: asyncio.Task[None] | None = None
+        self._is_held = False
+        self._names = TokenNames()
+
+    # -- what a host does with them -----------------------------------------------------------------------------------
+
+    async def keep(self) -> None:
+        """Keep as many engines up as there are to be, one start at a time, until cancelled."""
+        while True:
+            kept = [e for e in self.all if e.role in {Role.STANDBY, Role.ACTIVE} and not e.is_fallback]
+            if len(kept) <= self.settings.failover.standby and not self._is_held:
+                await self._start_one()
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def bring_up(self, settings: EngineSettings, *, is_fallback: bool = False) -> Engine:
+        """Start one more engine; it is on trial then. Raises EngineDead when it does not come up."""
+        require_mps(settings.gpu)
+        ledger = self._ledger.for_engine(self._free_row())
+        engine = Engine(settings, self._source.create(settings, ledger), ledger, self, is_fallback=is_fallback)
+        self.all.append(engine)
+        try:
+            engine.model = await engine.adapter.start(engine)
+        except BaseException:
+            self._let_go(engine)
+            raise
+        engine.role = Role.TRIAL
+        engine.ready_s = self._loop.time()
+        engine.model = await self._names.named(engine.model)
+        if engine.role is not Role.TRIAL:
+            raise EngineDead("cannot use the engine: it died when it had just come up")
+        return engine
+
+    def choose(self, engine: Engine) -> None:
+        """Make an engine the active one, and have it go on with what waits; the last one leaves."""
+        if self.active is not None:
+            self.active.role = Role.LEAVING
+        self.active = engine
+        engine.role = Role.ACTIVE
+        self._recovers = False
+        self._ledger.choose(engine.row)
+        gc.collect()
+        gc.freeze()
+        self._owner.state_changed(EngineState.READY, engine.figures)
+        self._owner.engine_takes(engine)
+        self._changed.set()
+
+    def retire(self, engine: Engine) -> None:
+        """End an engine that is not active, and that nothing runs on any more."""
+        assert engine is not self.active, "cannot retire the engine that gets the requests"
+        self._let_go(engine)
+
+    def hold(self) -> None:
+        """Start no engine, and give new requests to none: they wait, until `release`."""
+        self._is_held = True
+
+    def release(self) -> None:
+        """Go on as before `hold`, with what has waited."""
+        self._is_held = False
+        self._changed.set()
+        if self.active is not None:
+            self._owner.engine_takes(self.active)
+
+    @property
+    def taking(self) -> Engine | None:
+        """The engine that new requests go to, None while they wait."""
+        return None if self._is_held else self.active
+
+    async def step_down(self) -> None:
+        """End the active engine and those that stand by, with nobody to follow; returns when they have gone.
+
+        What runs waits for the next engine that is chosen. Only between `hold` and `release`.
+        """
+        assert self._is_held, "cannot end the active engine without a word"
+        ended = [engine for engine in self.all if engine.role in {Role.ACTIVE, Role.STANDBY}]
+        self.active = None
+        self._recovers = True
+        for engine in ended:
+            engine.role = Role.GONE
+            self.all.remove(engine)
+            self._owner.engine_left(engine)
+        self._owner.state_changed(EngineState.RECOVERING, "another model takes its place")
+        for engine in ended:
+            await self._dispose(engine)
+
+    async def stop(self) -> None:
+        """End all engines and what they have in common."""
+        self.active = None
+        for engine in list(self.all):
+            self._let_go(engine)
+        if self._fallback is not None:
+            self._fallback.cancel()
+            self._tasks.add(self._fallback)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._source.stop()
+
+    # -- their news ---------------------------------------------------------------------------------------------------
+
+    def starts(self, engine: Engine, detail: str) -> None:
+        """Take what an engine says of its start."""
+        if self.active is None and not self._recovers and engine.model is None:
+            self._owner.state_changed(EngineState.STARTING, detail)
+
+    def engine_died(self, engine: Engine, detail: str) -> None:
+        """Take an engine's death, and have another one take over what it had."""
+        if engine.role is Role.GONE:
+            return
+        log.warning("engine %d (%s) died: %s", engine.row, engine.role, detail)
+        if not engine.is_fallback and engine.role is not Role.TRIAL:
+            self._restarts.died(self._loop.time() - engine.ready_s)
+        self._let_go(engine)
+        self._owner.engine_ended(engine)
+        if engine is not self.active:
+            if self.active is not None:
+                self._owner.engine_takes(self.active)
+            return
+        self.active = None
+        self._recovers = True
+        successor = next((other for other in self.all if other.role is Role.STANDBY), None)
+        if successor is not None:
+            self.choose(successor)
+        else:
+            self._owner.state_changed(EngineState.RECOVERING, detail)
+
+    # -- starts -------------------------------------------------------------------------------------------------------
+
+    async def _start_one(self) -> None:
+        wait_s = self._restarts.wait_s
+        if wait_s > 0:
+            log.warning("engine is started again in %g s", wait_s)
+            await asyncio.sleep(wait_s)
+        if self.active is None and not self._recovers:
+            self._owner.state_changed(EngineState.STARTING, "")
+        try:
+            engine = await self.bring_up(self.settings)
+        except EngineDead as exc:
+            self._restarts.failed()
+            self._start_failed(str(exc))
+        else:
+            self._restarts.succeeded()
+            self._take_in(engine)
+
+    def _take_in(self, engine: Engine) -> None:
+        """Give an engine that is up its role."""
+        if self._is_held or not self._is_of_now(engine):
+            self.retire(engine)
+        elif self.active is None:
+            self.choose(engine)
+        elif self.active.is_fallback and not engine.is_fallback:
+            fallback = self.active
+            self.choose(engine)
+            self._owner.move(fallback, engine)
+            self.retire(fallback)
+        elif engine.is_fallback:
+            self.retire(engine)
+        else:
+            engine.role = Role.STANDBY
+
+    def _is_of_now(self, engine: Engine) -> bool:
+        """Return whether an engine would be started like this now: there may be another model since."""
+        if engine.is_fallback:
+            return engine.settings == fallback_settings(self.settings)
+        return engine.settings is self.settings
+
+    def _start_failed(self, detail: str) -> None:
+        log.warning("an engine did not start: %s", detail)
+        if self.active is not None or (self._recovers and not self._restarts.exhausted):
+            return
+        if self._restarts.exhausted and self.settings.failover.cpu_python:
+            if self._fallback is None or self._fallback.done():
+                self._fallback = self._loop.create_task(self._fall_back())
+            if self._recovers:
+                return
+        self._give_up(detail)
+
+    async def _fall_back(self) -> None:
+        """Bring up the engine on the processor."""
+        try:
+            engine = await self.bring_up(fallback_settings(self.settings), is_fallback=True)
+        except EngineDead as exc:
+            log.warning("the engine on the processor did not start: %s", exc)
+            if self.active is None:
+                self._give_up(str(exc))
+        else:
+            self._take_in(engine)
+
+    def _give_up(self, detail: str) -> None:
+        self._recovers = False
+        self._owner.state_changed(EngineState.DEAD, detail)
+
+    def _free_row(self) -> int:
+        """Return a row of the ledger, and none that was in use a moment ago."""
+        taken = {engine.row for engine in self.all}
+        while self._row in taken:
+            self._row = (self._row + 1) % ENGINES
+        row, self._row = self._row, (self._row + 1) % ENGINES
+        return row
+
+    def _let_go(self, engine: Engine) -> None:
+        """Forget an engine, and end what is left of it."""
+        if engine.role is not Role.GONE:
+            engine.role = Role.GONE
+            self.all.remove(engine)
+            self._changed.set()
+            self._run(self._dispose(engine))
+
+    async def _dispose(self, engine: Engine) -> None:
+        await engine.adapter.stop()
+        engine.ledger.close()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def fallback_settings(settings: EngineSettings) -> EngineSettings:
+    """Return the settings of the engine on the processor: the same model, without the GPU's part and sizes."""
+    return msgspec.structs.replace(
+        settings,
+        python=settings.failover.cpu_python,
+        kv_bytes=settings.failover.cpu_kv_bytes,
+        run_dir=f"{settings.run_dir}/{_FALLBACK_RUN_DIR}",
+        enforce_eager=None,
+        gpu=GpuPart(),
+    )
+
+
+def require_mps(part: GpuPart) -> None:
+    """Raise EngineDead where nothing keeps an engine to its part of a GPU: CUDA would run it without limits."""
+    error = mps_error(part.mps_directory) if part.needs_mps else ""
+    if error:
+        raise EngineDead(
+            f"cannot keep the engine within engine.gpu.threads and engine.gpu.memory: {error}; "
+            f"start it by `{mps_command(part.mps_directory)}`, or leave them out"
+        )
