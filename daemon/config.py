@@ -160,6 +160,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     load           where the engine for `seedancectl model load` comes up: "beside" the one that runs, "instead" of it
                    once it has gone, while requests wait, or "auto": beside it where there is memory for both.
 
+    `[engine.failover]`: what becomes of streams when the engine dies. They wait while it is started again, and so do
+    new requests; no token is lost, and none comes twice.
+
+    standby   true keeps a second engine up, warm and idle: streams go on at once, and the memory is needed twice.
+    attempts  starts in a row that may fail before what waits is ended; 3 without it.
+    cpu       an interpreter in whose environment vLLM's CPU build is: when so many starts have failed, an engine on the
+              processor goes on, slowly, until the other one can be started.
+    cpu_kv    memory for its KV cache; 1 GiB without it.
+
     `[engine.gpu]`: the part of a GPU that the engine may have, where others share it.
 
     device   index, UUID of a GPU, or UUID of a MIG instance; the first GPU without it.
@@ -318,6 +327,12 @@ SCHEMA: Final[Schema] = {
         "enforce_eager": Field("enforce_eager", flag),
         "dtype": Field("dtype", one_of(["auto", "bfloat16", "float16", "float32"])),
         "load": Field("load", one_of(["auto", "beside", "instead"])),
+        "failover": {
+            "standby": Field("standby", flag),
+            "attempts": Field("attempts", whole(1, 1_000)),
+            "cpu": Field("cpu_python", _read_folder),
+            "cpu_kv": Field("cpu_kv_bytes", above_zero(units.parse_size)),
+        },
         "gpu": {
             "device": Field("device", text),
             "threads": Field("threads", _read_part),

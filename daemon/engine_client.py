@@ -24,6 +24,7 @@ from seedance.engine.channel import (
     EngineChanged,
     ModelComing,
     ModelPrepared,
+    Noted,
     QueueBound,
     Receiver,
     SetPaused,
@@ -32,6 +33,7 @@ from seedance.engine.channel import (
     encode,
     pack_singles,
 )
+from seedance.engine.failover import CONTINUED
 from seedance.engine.request import NOT_URGENT, FinishReason, Sampling, Urgency
 from seedance.errors import RemoteProtocolError
 from seedance.qos.limiter import Refusal, TenantLimiter
@@ -121,6 +123,7 @@ class EngineClient:
         stream.number = self._number
         stream.plain = stream.plain and stream.detokenizer.entries is self._texts
         self._streams[stream.number] = self._unstarted[stream.number] = stream
+        stream.is_sampled = sampling.temperature > 0
         self._send(Submit(stream.number, prompt_token_ids, sampling, urgency, tokens=stream.tokens))
 
     def bypass(self, stream: Stream, fd: int, fell_behind: Callable[[int], None]) -> None:
@@ -205,19 +208,27 @@ class EngineClient:
                 batch = self._within_quota(message)
                 self._note_starts(batch)
                 self._step_completed(batch)
-            elif isinstance(message, EngineChanged):
-                if message.state == EngineState.DEAD:
-                    self.end_all(_GONE)  # what was submitted before this was read may have reached the next engine
-                self._engine_changed(message)
-            elif isinstance(message, QueueBound):
-                self._queue.bound = message
-            elif isinstance(message, ModelComing):
-                self._model_coming(message.tokenizer_dir)
             else:
-                stream = self._streams.get(message.stream)
-                if stream is not None and self._remove(stream):
-                    error = ApiError(message.code, message.message, retry_after_s=message.retry_after_s)
-                    stream.sink.stream_failed(error)
+                self._take(message)
+
+    def _take(self, message: EngineChanged | QueueBound | Noted | ModelComing | Refused) -> None:
+        if isinstance(message, EngineChanged):
+            if message.state == EngineState.DEAD:
+                self.end_all(_GONE)  # what was submitted before this was read may have reached the next engine
+            self._engine_changed(message)
+            if message.note:
+                self._tell(message.note, list(self._streams))
+        elif isinstance(message, QueueBound):
+            self._queue.bound = message
+        elif isinstance(message, Noted):
+            self._tell(message.note, message.streams)
+        elif isinstance(message, ModelComing):
+            self._model_coming(message.tokenizer_dir)
+        else:
+            stream = self._streams.get(message.stream)
+            if stream is not None and self._remove(stream):
+                error = ApiError(message.code, message.message, retry_after_s=message.retry_after_s)
+                stream.sink.stream_failed(error)
 
     def eof_received(self) -> None:
         if self._flow is not None:
@@ -344,6 +355,14 @@ class EngineClient:
                 stream.sink.stream_failed(ApiError("internal", delta.error or "the engine failed on this request"))
             else:
                 stream.sink.stream_finished(reason)
+
+    def _tell(self, note: str, numbers: Iterable[int]) -> None:
+        """Tell the clients of streams what is going on with the engine."""
+        for number in numbers:
+            stream = self._streams.get(number)
+            if stream is not None:  # who reads too slowly is cut off by a word more
+                is_drawn_anew = stream.is_sampled and note.startswith(CONTINUED)
+                stream.sink.note_arrived(f"{note}, what comes is drawn anew" if is_drawn_anew else note)
 
     def _quota_exceeded(self) -> None:
         streams = list(self._streams.values())

@@ -304,6 +304,9 @@ class FmAnswer(Answer):
     def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
         raise AssertionError("no request with log probabilities is taken")
 
+    def note_arrived(self, note: str) -> None:
+        self._session.tell(Note(stream=self.number, note=note))
+
     def stream_finished(self, reason: FinishReason) -> None:
         usage = Usage(
             self.prompt_tokens,

@@ -284,6 +284,10 @@ class _InferAnswer(Answer):
             else:
                 openai_response.extend_logprobs(self._logprobs, logprobs)
 
+    def note_arrived(self, note: str) -> None:
+        if self._parts is None:
+            self._connection.send(frame_text(self._builder.note(note)))
+
     def stream_finished(self, reason: FinishReason) -> None:
         usage = Usage(
             self.prompt_tokens,

@@ -196,6 +196,9 @@ class _EventSink:
         self._offset += sum(map(len, logprobs.get("tokens", ())))
         self._exchange.write(self._builder.delta_logprobs(text, logprobs))
 
+    def note_arrived(self, note: str) -> None:
+        self._exchange.write(sse.comment(note))
+
     def stream_finished(self, reason: FinishReason) -> None:
         self._exchange.write(self._answer.last_event(self._builder, reason))
         self._answer.choice_finished()
@@ -268,6 +271,9 @@ class _TextSink:
             self.logprobs = logprobs
         else:
             openai_response.extend_logprobs(self.logprobs, logprobs)
+
+    def note_arrived(self, note: str) -> None:
+        """Nobody reads before the end."""
 
     def stream_finished(self, reason: FinishReason) -> None:
         self.reason = reason

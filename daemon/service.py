@@ -31,6 +31,8 @@ from seedance.qos.quota import Quota
 
 R = TypeVar("R")
 Prompt = str | list[int]
+_SERVING: Final = frozenset((EngineState.READY, EngineState.RECOVERING))
+"""While an engine recovers, requests wait for it as those do that run."""
 INLINE_CHARACTERS: Final = 8192
 """Up to this size a prompt is tokenised at once: a thread would cost more than the millisecond that it takes."""
 
@@ -111,7 +113,7 @@ class Service:
         """Return what is served. Raises ApiError while there is no engine to serve it."""
         if self.draining:
             raise ApiError("overloaded", "cannot take a new request: this tenant's service is being stopped")
-        if self._engine_state is not EngineState.READY or self.model is None or self._tokenizer is None:
+        if self._engine_state not in _SERVING or self.model is None or self._tokenizer is None:
             raise ApiError("engine_unavailable", f"cannot serve now: the engine is {self._engine_state.value}")
         return Served(self.model, self._tokenizer, self._defaults)
 

@@ -20,6 +20,9 @@ class Sink(Protocol):
     def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
         """Take more text, which may be empty, with the log probabilities of the tokens behind it."""
 
+    def note_arrived(self, note: str) -> None:
+        """Take what is going on with the engine; no text is lost by it."""
+
     def stream_finished(self, reason: FinishReason) -> None:
         """All text has come: the last call."""
 
@@ -38,7 +41,8 @@ class Stream:
     its own stands for just that text: nothing is held back before it, nothing is looked for in it. `bypass_fd` is the
     descriptor of the flow that takes such a token's frame past the sink (see `EngineClient.bypass`), -1 for none.
     `output_tokens` lacks the tokens that went this way until the stream has left the engine client. `is_paused` says
-    that the engine was told to leave it out. `tokens` names what its token ids mean (`ModelInfo.tokens`).
+    that the engine was told to leave it out, `is_sampled` that its tokens are drawn by chance. `tokens` names what its
+    token ids mean (`ModelInfo.tokens`).
     """
 
     __slots__ = (
@@ -48,6 +52,7 @@ class Stream:
         "fell_behind",
         "hidden_token_ids",
         "is_paused",
+        "is_sampled",
         "number",
         "output_tokens",
         "plain",
@@ -64,6 +69,7 @@ class Stream:
         self.stop = stop
         self.plain = stop is None and detokenizer.is_plain
         self.is_paused = False
+        self.is_sampled = False
         self.bypass_fd = -1
         self.fell_behind: Callable[[int], None] = _nobody
         self.output_tokens = 0

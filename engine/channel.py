@@ -87,11 +87,13 @@ class EngineChanged(msgspec.Struct, tag=4, array_like=True, frozen=True):
 
     With "recovering" the engine has died, and another one will go on with every generation: there is a pause, and what
     is submitted meanwhile waits. With "dead" every generation of the channel is lost; the worker ends its streams.
+    `note` is what the clients of streams that run are told of it, empty for nothing.
     """
 
     state: str
     detail: str
     model: ModelInfo | None
+    note: str = ""
 
 
 class Refused(msgspec.Struct, tag=5, array_like=True, frozen=True):
@@ -124,6 +126,13 @@ class ModelComing(msgspec.Struct, tag=20, array_like=True, frozen=True):
     tokenizer_dir: str
 
 
+class Noted(msgspec.Struct, tag=22, array_like=True, frozen=True):
+    """host → worker: what the clients of these streams are told."""
+
+    streams: list[int]
+    note: str
+
+
 class ModelPrepared(msgspec.Struct, tag=21, array_like=True, frozen=True):
     """worker → host: the tokenizer in this directory is loaded, or `reason` says why it cannot be."""
 
@@ -132,7 +141,7 @@ class ModelPrepared(msgspec.Struct, tag=21, array_like=True, frozen=True):
 
 
 ToHost = Submit | Abort | SetPaused | ModelPrepared
-ToWorker = Batch | EngineChanged | Refused | QueueBound | ModelComing
+ToWorker = Batch | EngineChanged | Refused | QueueBound | ModelComing | Noted
 M = TypeVar("M")
 
 _encoder: Final = msgspec.msgpack.Encoder()

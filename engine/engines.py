@@ -26,8 +26,9 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from seedance.engine import failover
 from seedance.engine.adapter import EngineAdapter, EngineState, Output
-from seedance.engine.failover import Restarts
+from seedance.engine.core_watch import CoreWatch
 from seedance.engine.ledger import ENGINES, Ledger
 from seedance.engine.request import ModelInfo
 from seedance.engine.settings import EngineSettings
@@ -58,10 +59,10 @@ class EnginesOwner(Protocol):
     def step_completed(self, outputs: Sequence[Output]) -> None:
         """Take the outputs of one step of any engine."""
 
-    def state_changed(self, state: EngineState, detail: str) -> None:
+    def state_changed(self, state: EngineState, detail: str, note: str = "") -> None:
         """Take the state of all engines together: READY while one is active, RECOVERING until the next is.
 
-        With DEAD there is none, and what waits for one is given up.
+        With DEAD there is none, and what waits for one is given up. `note` is what clients are told.
         """
 
     def engine_ended(self, engine: Engine) -> None:
@@ -147,10 +148,11 @@ class Engines:
         self.active: Engine | None = None
         self.all: list[Engine] = []
         self._row = 0
-        self._restarts = Restarts(first_restart_s, settings.failover.attempts)
+        self._restarts = failover.Restarts(first_restart_s, settings.failover.attempts)
         self._recovers = False
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watch = self._loop.create_task(CoreWatch(self._up).run())
         self._fallback: asyncio.Task[None] | None = None
         self._is_held = False
         self._names = TokenNames()
@@ -185,8 +187,11 @@ class Engines:
             raise EngineDead("cannot use the engine: it died when it had just come up")
         return engine
 
-    def choose(self, engine: Engine) -> None:
-        """Make an engine the active one, and have it go on with what waits; the last one leaves."""
+    def choose(self, engine: Engine, note: str = "") -> None:
+        """Make an engine the active one, and have it go on with what waits; the last one leaves.
+
+        `note` is what the clients of streams that run are told.
+        """
         if self.active is not None:
             self.active.role = Role.LEAVING
         self.active = engine
@@ -195,7 +200,7 @@ class Engines:
         self._ledger.choose(engine.row)
         gc.collect()
         gc.freeze()
-        self._owner.state_changed(EngineState.READY, engine.figures)
+        self._owner.state_changed(EngineState.READY, engine.figures, note)
         self._owner.engine_takes(engine)
         self._changed.set()
 
@@ -233,7 +238,7 @@ class Engines:
             engine.role = Role.GONE
             self.all.remove(engine)
             self._owner.engine_left(engine)
-        self._owner.state_changed(EngineState.RECOVERING, "another model takes its place")
+        self._owner.state_changed(EngineState.RECOVERING, "another model takes its place", failover.RESTARTING)
         for engine in ended:
             await self._dispose(engine)
 
@@ -242,11 +247,10 @@ class Engines:
         self.active = None
         for engine in list(self.all):
             self._let_go(engine)
-        if self._fallback is not None:
-            self._fallback.cancel()
-            self._tasks.add(self._fallback)
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        running = [self._watch, *([self._fallback] if self._fallback is not None else [])]
+        for task in running:
+            task.cancel()
+        await asyncio.wait([*running, *self._tasks])
         await self._source.stop()
 
     # -- their news ---------------------------------------------------------------------------------------------------
@@ -273,9 +277,9 @@ class Engines:
         self._recovers = True
         successor = next((other for other in self.all if other.role is Role.STANDBY), None)
         if successor is not None:
-            self.choose(successor)
+            self.choose(successor, failover.CONTINUED)
         else:
-            self._owner.state_changed(EngineState.RECOVERING, detail)
+            self._owner.state_changed(EngineState.RECOVERING, detail, failover.RESTARTING)
 
     # -- starts -------------------------------------------------------------------------------------------------------
 
@@ -300,10 +304,11 @@ class Engines:
         if self._is_held or not self._is_of_now(engine):
             self.retire(engine)
         elif self.active is None:
-            self.choose(engine)
+            note = failover.ON_CPU if engine.is_fallback else failover.CONTINUED
+            self.choose(engine, note if self._recovers else "")
         elif self.active.is_fallback and not engine.is_fallback:
             fallback = self.active
-            self.choose(engine)
+            self.choose(engine, failover.CONTINUED)
             self._owner.move(fallback, engine)
             self.retire(fallback)
         elif engine.is_fallback:
@@ -342,6 +347,9 @@ class Engines:
     def _give_up(self, detail: str) -> None:
         self._recovers = False
         self._owner.state_changed(EngineState.DEAD, detail)
+
+    def _up(self) -> list[Engine]:
+        return [engine for engine in self.all if engine.role is not Role.STARTING]
 
     def _free_row(self) -> int:
         """Return a row of the ledger, and none that was in use a moment ago."""

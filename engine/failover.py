@@ -9,6 +9,11 @@ from typing import Final, Protocol, TypeVar
 from seedance.engine.request import Urgency
 
 RESTART_MAX_S: Final = 30.0
+RESTARTING: Final = "engine restarting"
+CONTINUED: Final = "continued"
+ON_CPU: Final = "continued on cpu"
+REPLACED: Final = "continued with another model"
+"""What clients are told: the streams wait, go on, go on slowly, and go on with what another model makes of them."""
 STABLE_S: Final = 60.0
 """An engine that served for so long was no failed start: the next restart is at once again."""
 DEATHS: Final = 3

@@ -140,7 +140,7 @@ class EngineHost:
         for channel in touched:
             channel.flush()
 
-    def state_changed(self, state: EngineState, detail: str) -> None:
+    def state_changed(self, state: EngineState, detail: str, note: str = "") -> None:
         """Tell workers and supervisor; with DEAD everything that runs or waits is lost."""
         engine = self.engines.active if self.engines is not None else None
         if engine is not None:
@@ -152,7 +152,7 @@ class EngineHost:
         self._detail = detail[:_DETAIL_CHARACTERS]
         log.info("engine is %s%s", state, f": {self._detail}" if detail else "")
         for channel in self._channels.values():
-            channel.send(self._news())
+            channel.send(self._news(note))
         self._tell(host_link.EngineChanged(state.value, self._detail, self._model))
 
     def engine_ended(self, engine: Engine) -> None:
@@ -230,8 +230,8 @@ class EngineHost:
         wait_s = self._queue.wait_s(self._loop.time()) if error.code == "overloaded" else None
         channel.send(Refused(stream, error.code, error.message, wait_s))
 
-    def _news(self) -> EngineChanged:
-        return EngineChanged(self._state.value, self._detail, self._model)
+    def _news(self, note: str = "") -> EngineChanged:
+        return EngineChanged(self._state.value, self._detail, self._model, note)
 
     # The workers' wishes.
 

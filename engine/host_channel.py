@@ -18,6 +18,7 @@ from seedance.engine.channel import (
     Delta,
     EngineChanged,
     ModelComing,
+    Noted,
     QueueBound,
     Receiver,
     Refused,
@@ -141,7 +142,7 @@ class Channel:
             self._batches += 1
             self._send(encode(Batch(deltas, pack_singles(singles))))
 
-    def send(self, message: EngineChanged | Refused | QueueBound | ModelComing) -> None:
+    def send(self, message: EngineChanged | Refused | QueueBound | ModelComing | Noted) -> None:
         """Send a message after all that was sent before."""
         if self._unsent:
             self._backlog.add_message(message)

@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from seedance.engine.channel import ModelComing, ModelPrepared
+from seedance.engine import failover
+from seedance.engine.channel import ModelComing, ModelPrepared, Noted
 from seedance.engine.engines import Engine, Engines
 from seedance.engine.host_channel import Channel, Generation
 from seedance.engine.host_link import CancelLoad, LoadChanged, LoadModel, ModelReady
@@ -100,6 +101,13 @@ class HostLoads:
     def running(self, engine: Engine) -> int:
         """See `SwapHost`."""
         return sum(generation.engine is engine for generation in self._generations.values())
+
+    def tell_replaced(self, engine: Engine) -> None:
+        """See `SwapHost`."""
+        for channel in self._channels.values():
+            streams = [g.stream for g in channel.generations.values() if g.engine is engine and g.token_ids]
+            if streams:
+                channel.send(Noted(streams, failover.REPLACED))
 
     def drop(self, engine: Engine, error: EngineError) -> None:
         """See `SwapHost`."""

@@ -57,6 +57,9 @@ class SwapHost(Protocol):
     def move(self, source: Engine, target: Engine) -> None:
         """Have another engine go on with an engine's generations."""
 
+    def tell_replaced(self, engine: Engine) -> None:
+        """Tell the clients of an engine's generations that these go on with another model."""
+
     def drop(self, engine: Engine, error: EngineError) -> None:
         """End an engine's generations with an error."""
 
@@ -192,6 +195,7 @@ class ModelSwap:
                 text = f"cannot serve the new model: it was not up within {_PAUSE_S:g} s"
                 raise EngineError("engine_unavailable", text) from exc
             self._switch(engine, began_s)
+            self._host.tell_replaced(engine)
         finally:
             self._engines.release()  # the old settings, if there was no switch
 
@@ -206,12 +210,14 @@ class ModelSwap:
         done = asyncio.Event()
         probe = Canary(key, model)
         with engine.probed(lambda outputs: _take(probe, outputs, done)):
-            engine.adapter.submit(key, _CANARY_TENANT, canary.prompt(model), canary.SAMPLING, NOT_URGENT)
             try:
+                engine.adapter.submit(key, _CANARY_TENANT, canary.prompt(model), canary.SAMPLING, NOT_URGENT)
                 async with asyncio.timeout(canary.LIMIT_S):
                     await done.wait()
             except TimeoutError:
-                probe.fault = f"it gave {len(probe.token_ids)} tokens within {canary.LIMIT_S:g} s"
+                probe.fault = f"it gave {len(probe.token_ids)} within {canary.LIMIT_S:g} s"
+            except EngineError as exc:
+                probe.fault = f"it said: {exc}"
             finally:
                 if not probe.is_done:
                     engine.adapter.abort([key])
@@ -246,6 +252,7 @@ class ModelSwap:
             return
         while (active := self._engines.active) is None:
             await asyncio.sleep(_LOOK_S)
+        self._host.tell_replaced(old)
         self._host.move(old, active)
 
     async def _until_drained(self, old: Engine, least_s: float) -> None:

@@ -128,6 +128,10 @@ class InferStream:
         """Return the message for more text with log probabilities, made by `openai_response.chat_logprobs`."""
         return self._message({"delta": text, "logprobs": logprobs["content"]})
 
+    def note(self, note: str) -> bytes:
+        """Return the message that tells what is going on."""
+        return self._message({"note": note})
+
     def finish(self, finish_reason: FinishReason | str, usage: Usage, retry_after_s: float | None = None) -> bytes:
         """Return the last message of a stream; `retry_after_s` when a quota has ended it."""
         return self._message(_ending(finish_reason, usage, retry_after_s))

@@ -1,4 +1,4 @@
-"""One model in the place of another, with the whole daemon and the synthetic engine, which plays models by their seed."""
+"""One model in the place of another, with the whole daemon; the synthetic engine plays models by their seeds."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def daemon(shared: Daemon, folder: Path) -> Iterator[Daemon]:
     """A daemon that serves a, before and after."""
     assert ask(shared) == expected_text(PROMPT, TOKENS, SEEDS["a"])
     yield shared
-    if served(shared).source != str(folder / "a") or served(shared).model != MODEL:
+    report = served(shared)
+    assert report.model is not None
+    if (report.source, report.model.name) != (str(folder / "a"), MODEL):
         load(shared, folder / "a", "--name", MODEL)
     wait_until(shared.is_at_rest)
 

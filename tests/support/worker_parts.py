@@ -87,6 +87,7 @@ class FakeSink:
         self.text = ""
         self.positions: list[TokenLogprobs] = []
         self.end: FinishReason | ApiError | None = None
+        self.notes: list[str] = []
 
     def text_arrived(self, text: str) -> None:
         assert text and self.end is None
@@ -96,6 +97,10 @@ class FakeSink:
         assert self.end is None
         self.text += text
         self.positions += positions
+
+    def note_arrived(self, note: str) -> None:
+        assert self.end is None
+        self.notes.append(note)
 
     def stream_finished(self, reason: FinishReason) -> None:
         assert self.end is None

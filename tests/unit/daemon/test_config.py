@@ -24,7 +24,7 @@ from seedance.daemon.config import (
     parse,
 )
 from seedance.daemon.network_settings import NetworkSettings
-from seedance.engine.settings import EngineSettings, SyntheticSettings
+from seedance.engine.settings import EngineSettings, FailoverSettings, SyntheticSettings
 from seedance.errors import ConfigError
 from seedance.qos.gpu import GpuPart
 from seedance.qos.quota import BUILT_IN_CLASSES
@@ -66,6 +66,11 @@ threads = 2
 enforce_eager = true
 dtype = "float32"
 load = "instead"
+[engine.failover]
+standby = true
+attempts = 5
+cpu = "/opt/cpu/bin/python"
+cpu_kv = "4GiB"
 [engine.gpu]
 device = "MIG-1"
 threads = "50%"
@@ -149,6 +154,7 @@ def test_full_file() -> None:
         enforce_eager=True,
         dtype="float32",
         load="instead",
+        failover=FailoverSettings(standby=True, attempts=5, cpu_python="/opt/cpu/bin/python", cpu_kv_bytes=4 << 30),
         gpu=GpuPart(device="MIG-1", threads=0.5, memory_bytes=20 << 30, mps_directory="/run/other"),
         synthetic=SyntheticSettings(
             seed=7,

@@ -28,6 +28,7 @@ from seedance.engine.channel import (
     encode,
     pack_singles,
 )
+from seedance.engine.failover import CONTINUED, RESTARTING
 from seedance.engine.request import FinishReason, Sampling, TokenLogprobs
 from seedance.qos.limiter import TenantLimiter
 from seedance.qos.quota import Quota, TokenQuota
@@ -48,12 +49,12 @@ class Scene:
         self.client.connect(10)
         self._receiver: Receiver[ToHost] = Receiver(ToHost)
 
-    def stream(self, stop: tuple[str, ...] = ()) -> tuple[Stream, FakeSink]:
+    def stream(self, stop: tuple[str, ...] = (), sampling: Sampling = SAMPLING) -> tuple[Stream, FakeSink]:
         sink = FakeSink()
         detokenizer = TOKENIZER.detokenizer()
         stream = Stream(sink, detokenizer, StopDetokenizer(detokenizer, stop) if stop else None)
         assert self.limiter.admit(0.0) is None
-        self.client.submit(stream, [1, 2], SAMPLING)
+        self.client.submit(stream, [1, 2], sampling)
         return stream, sink
 
     def say(self, *messages: ToWorker) -> None:
@@ -284,6 +285,20 @@ def test_a_dead_engine_fails_every_stream_and_takes_back_what_was_asked() -> Non
     assert scene.heard() == [Abort([first.number, second.number])]
     assert [change.state for change in scene.changes] == ["dead"]
     assert scene.places == 0
+
+
+def test_streams_outlive_an_engine_and_their_clients_hear_of_it() -> None:
+    scene = Scene()
+    greedy, greedy_sink = scene.stream(sampling=Sampling(max_tokens=100, temperature=0.0))
+    drawn, drawn_sink = scene.stream()
+    scene.heard()
+    scene.say(EngineChanged("recovering", "killed", None, RESTARTING), EngineChanged("ready", "", None, CONTINUED))
+    assert greedy_sink.notes == [RESTARTING, CONTINUED]
+    assert drawn_sink.notes == [RESTARTING, f"{CONTINUED}, what comes is drawn anew"]
+    scene.say(Batch([Delta(greedy.number, [97], FinishReason.STOP), Delta(drawn.number, [98], FinishReason.STOP)]))
+    assert (greedy_sink.text, drawn_sink.text) == ("a", "b")
+    assert scene.heard() == []
+    assert [change.state for change in scene.changes] == ["recovering", "ready"]
 
 
 @pytest.mark.parametrize("how", ["junk", "eof"])

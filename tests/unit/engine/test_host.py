@@ -32,7 +32,7 @@ from seedance.engine.channel import (
     encode,
     pack_singles,
 )
-from seedance.engine.failover import RESTART_MAX_S
+from seedance.engine.failover import CONTINUED, ON_CPU, RESTART_MAX_S, RESTARTING
 from seedance.engine.host import EngineHost
 from seedance.engine.ledger import STREAMS, Ledger
 from seedance.engine.packets import PacketSocket, pair
@@ -318,9 +318,9 @@ async def test_dead_engines_generations_go_on_with_the_next_one() -> None:
         second.during_start = lambda: it.worker.sendall(encode(Submit(4, [4], sampling)) + encode(Abort([9])))
         first.die("killed")
         first.die("killed, told twice")
-        assert it.heard() == [EngineChanged("recovering", "killed", MODEL)]
+        assert it.heard() == [EngineChanged("recovering", "killed", MODEL, RESTARTING)]
         await settle()
-        assert it.heard() == [EngineChanged("ready", "", MODEL)]
+        assert it.heard() == [EngineChanged("ready", "", MODEL, CONTINUED)]
         assert [key for key, *_ in second.submitted[:2]] == [two, one]
         assert second.submitted[:2] == [(two, "acme", [2], sampling), (one, "acme", [1], sampling)]
         assert second.emitted[:2] == [[8, 9], [7]]
@@ -344,7 +344,7 @@ async def test_engine_that_stands_by_goes_on_at_once_and_another_one_stands_by_t
         it.host.step_completed([Output(first.submitted[0][0], [7])])
         it.heard()
         first.die("killed")
-        assert it.heard() == [EngineChanged("ready", "", MODEL)]
+        assert it.heard() == [EngineChanged("ready", "", MODEL, CONTINUED)]
         assert second.emitted == [[7]]
         await settle()
         assert third.starts
@@ -376,7 +376,10 @@ async def test_what_waits_is_given_up_when_too_many_starts_have_failed() -> None
         await it.say(Abort([1]), Submit(2, [1], Sampling(max_tokens=3)))
         await asyncio.sleep(1.0)
         assert it.states()[-1] == "dead"
-        assert it.heard() == [EngineChanged("recovering", "killed", MODEL), EngineChanged("dead", "no memory", None)]
+        assert it.heard() == [
+            EngineChanged("recovering", "killed", MODEL, RESTARTING),
+            EngineChanged("dead", "no memory", None),
+        ]
         assert not it.host._generations
         await it.say(Submit(3, [1], Sampling(max_tokens=3)))
         (refused,) = it.heard()
@@ -427,6 +430,7 @@ async def test_engine_on_the_processor_serves_until_the_other_is_up_again() -> N
         it.host.step_completed([Output(key, [7])])
         gpu.die("fell off the bus")
         await asyncio.sleep(0.5)
+        assert [m.note for m in it.heard() if isinstance(m, EngineChanged)][-2:] == [RESTARTING, ON_CPU]
         assert cpu.emitted == [[7]]
         on_cpu = it.source.created[2]
         assert (on_cpu.python, on_cpu.kv_bytes, on_cpu.run_dir) == ("/cpu/bin/python", 5, "/run/e/cpu")
@@ -618,7 +622,7 @@ async def test_a_full_queue_is_told_and_kept() -> None:
         it.heard()
         it.adapter.fail_start = EngineDead("no memory")
         it.adapter.die("killed")
-        assert it.heard() == [EngineChanged("recovering", "killed", MODEL)]
+        assert it.heard() == [EngineChanged("recovering", "killed", MODEL, RESTARTING)]
         await it.say(Submit(6, [1], sampling))
         assert [type(message) for message in it.heard()] == [Refused], "those that wait for an engine are in it"
         await asyncio.sleep(10)
