@@ -27,6 +27,7 @@ from seedance.engine.channel import (
     Noted,
     QueueBound,
     Receiver,
+    Refused,
     SetPaused,
     Submit,
     ToWorker,

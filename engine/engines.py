@@ -209,6 +209,15 @@ class Engines:
         assert engine is not self.active, "cannot retire the engine that gets the requests"
         self._let_go(engine)
 
+    async def dismiss(self, engine: Engine) -> None:
+        """End an engine as `retire` does; returns when it has gone, and its memory is free."""
+        assert engine is not self.active, "cannot end the engine that gets the requests"
+        if engine.role is not Role.GONE:
+            engine.role = Role.GONE
+            self.all.remove(engine)
+            self._changed.set()
+            await self._dispose(engine)
+
     def hold(self) -> None:
         """Start no engine, and give new requests to none: they wait, until `release`."""
         self._is_held = True

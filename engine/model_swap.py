@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -33,8 +34,11 @@ LATE_S: Final = 5.0
 
 _CANARY_TENANT: Final = TenantContext(name="", scheduling_class="", cache_salt="canary")
 _PREPARE_S: Final = 120.0
-_PAUSE_S: Final = 120.0  # with room for one engine alone; then the old one is started again
+PAUSE_S: Final = 120.0  # with room for one engine alone; then the old one is started again
 _LOOK_S: Final = 0.1
+
+Check = Callable[[Request, Callable[[Read], None]], Awaitable[ModelFiles]]
+"""How a directory is checked; see `check_process.check_model`."""
 
 log = logging.getLogger("seedance.engine.host")
 
@@ -67,7 +71,15 @@ class SwapHost(Protocol):
 class ModelSwap:
     """One load; `run` is its life. `switched` says that it cannot be given up any more."""
 
-    def __init__(self, host: SwapHost, engines: Engines, order: LoadOrder, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        host: SwapHost,
+        engines: Engines,
+        order: LoadOrder,
+        settings: EngineSettings,
+        check: Check = check_model,
+    ) -> None:
+        self._check = check
         self._host = host
         self._engines = engines
         self._settings = settings
@@ -107,7 +119,7 @@ class ModelSwap:
         request = Request(
             path=settings.model, needs_tokenizer=settings.kind != "synthetic", needs_manifest=order.needs_manifest
         )
-        files = await check_model(request, self._checked)
+        files = await self._check(request, self._checked)
         old = self._serving()
         if order.policy == "continue" and not self._same_tokens(files, old):
             raise EngineError(
@@ -188,11 +200,15 @@ class ModelSwap:
             await self._engines.step_down()
             self._tell(LoadPhase.STARTING)
             try:
-                async with asyncio.timeout(_PAUSE_S):
+                async with asyncio.timeout(PAUSE_S):
                     engine = await self._engines.bring_up(self._settings)
-                    await self._try(engine)
+                    try:
+                        await self._try(engine)
+                    except BaseException:
+                        await self._engines.dismiss(engine)
+                        raise
             except TimeoutError as exc:
-                text = f"cannot serve the new model: it was not up within {_PAUSE_S:g} s"
+                text = f"cannot serve the new model: it was not up within {PAUSE_S:g} s"
                 raise EngineError("engine_unavailable", text) from exc
             self._switch(engine, began_s)
             self._host.tell_replaced(engine)
