@@ -294,8 +294,10 @@ class Engines:
 
     async def _start_one(self) -> None:
         wait_s = self._restarts.wait_s
+        if self.active is not None:
+            wait_s = max(wait_s, failover.SETTLE_S)
         if wait_s > 0:
-            log.warning("engine is started again in %g s", wait_s)
+            log.info("an engine is started in %g s", wait_s)
             await asyncio.sleep(wait_s)
         if self.active is None and not self._recovers:
             self._owner.state_changed(EngineState.STARTING, "")

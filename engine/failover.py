@@ -14,8 +14,10 @@ CONTINUED: Final = "continued"
 ON_CPU: Final = "continued on cpu"
 REPLACED: Final = "continued with another model"
 """What clients are told: the streams wait, go on, go on slowly, and go on with what another model makes of them."""
-STABLE_S: Final = 60.0
+STABLE_S: Final = 15.0
 """An engine that served for so long was no failed start: the next restart is at once again."""
+SETTLE_S: Final = 3.0
+"""So long an engine that has just become active has the machine to itself, before one is started to stand by."""
 DEATHS: Final = 3
 """A generation that has seen so many engines die is not given to another one: it may be what they die of."""
 
