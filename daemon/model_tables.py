@@ -60,6 +60,7 @@ def print_model(report: ModelReport, console: Console) -> None:
 def print_models(rows: Sequence[tuple[Path, ModelFiles | None, str]], served: str, console: Console) -> None:
     """Print models by directory, with what is wrong with those that cannot be served; `served` is marked."""
     table = Table("", "model", "size", "weights", "type", MANIFEST, box=None, pad_edge=False, collapse_padding=True)
+    served = str(Path(served).resolve()) if served else ""
     for path, files, _ in rows:
         cells = ["-"] * 4 if files is None else _cells(files)
         table.add_row("*" if str(path.resolve()) == served else "", escape(path.name), *cells)

@@ -100,7 +100,8 @@ def load(
 def _states(context: Context, report: control.ModelReport, *, until_gone: bool) -> Iterator[LoadState]:
     """Yield how the load goes until it has ended, or enough of it."""
     while True:
-        assert report.load is not None
+        if report.load is None:
+            raise click.ClickException("cannot tell how the load went: the daemon has been started again meanwhile")
         yield report.load
         if report.load.phase.is_last or (report.load.is_switched and not until_gone):
             return
