@@ -105,7 +105,7 @@ def verify(files: ModelFiles, progress: Progress) -> None:
     progress(0, total)
     for name in names:
         path, wanted = Path(files.path, name), files.checksums.get(name)
-        digest = hashlib.sha256()
+        digest, begun = hashlib.sha256(), done
         for window in _windows(path):
             if wanted is None:
                 bytes(window[::_PAGE])  # waits until its pages are there
@@ -113,6 +113,8 @@ def verify(files: ModelFiles, progress: Progress) -> None:
                 digest.update(window)
             done += len(window)
             progress(done, total)
+        if done - begun != sizes[name]:
+            raise ConfigError(str(path), "", "it was changed while it was read; load the model when it is all there")
         if wanted is not None and digest.hexdigest() != wanted:
             text = f"it is not the file that {MANIFEST} was made of; fetch the model again, or write a new manifest"
             raise ConfigError(str(path), "", text)

@@ -44,7 +44,8 @@ from pathlib import Path
 from seedance.engine.model_files import inspect, verify
 
 def cut_off(done_bytes, total_bytes):
-    os.truncate(Path(sys.argv[1], "model.safetensors"), 4096)
+    if done_bytes:
+        os.truncate(Path(sys.argv[1], "model.safetensors"), 4096)
 
 verify(inspect(Path(sys.argv[1])), cut_off)
 """

@@ -114,6 +114,16 @@ def test_without_a_manifest_all_weights_are_read(model: Path) -> None:
     assert told[-1] == (files.weight_bytes, files.weight_bytes)
 
 
+def test_a_file_that_is_cut_off_before_it_is_read_is_noticed(model: Path) -> None:
+    files = inspect(model)
+
+    def cut_off(done_bytes: int, total_bytes: int) -> None:
+        (model / "model.safetensors").write_bytes(b"x")
+
+    with pytest.raises(ConfigError, match="it was changed while it was read"):
+        verify(files, cut_off)
+
+
 def test_the_manifest_is_sha256sums_own(model: Path) -> None:
     (model / ".hidden").write_text("x")
     (model / MANIFEST).write_text(make_manifest(model, nobody))
