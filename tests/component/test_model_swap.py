@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.daemon import Daemon, Http, running, wait_until
-from support.model_dir import synthetic_model, write_manifest
+from support.model_dir import synthetic_model, write_manifest, write_model
 from support.synthetic import MODEL, expected_ids, expected_text, prompt_ids
 
 from seedance.daemon import control, ctl
@@ -350,3 +350,27 @@ def test_with_room_for_one_engine_requests_wait_for_the_other(
         assert (done.returncode, done.stdout) == (1, "")
         wait_until(lambda: says(daemon) == expected_text(PROMPT, TOKENS, SEEDS["b"]))
         daemon.stop()
+
+
+def test_a_manifest_is_written_and_a_model_is_checked_without_a_daemon(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+
+    def ctl_run(*arguments: str) -> tuple[int, str, str]:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            return ctl.run(["model", *arguments]), out.getvalue(), err.getvalue()
+
+    status, _, err = ctl_run("check", str(model), "--manifest")
+    assert (status, err.count("\n")) == (78, 1)
+    assert err.startswith(f"seedancectl: cannot use '{model}/SHA256SUMS': it is not there")
+    assert ctl_run("manifest", str(model)) == (0, f"{model}/SHA256SUMS: 3 files\n", "")
+    status, out, err = ctl_run("check", str(model), "--manifest")
+    assert (status, err) == (0, "")
+    assert "3 files are as SHA256SUMS says" in out
+    (model / "tokenizer.json").write_text("{}")
+    assert ctl_run("check", str(model))[0] == 78
+    status, _, err = ctl_run("manifest", "/nowhere")
+    assert (status, err) == (
+        78,
+        "seedancectl: cannot use '/nowhere': there is no such directory; give that of a model\n",
+    )

@@ -12,9 +12,7 @@ from seedance.engine.model_files import tokens_digest
 from seedance.engine.request import ModelInfo
 from seedance.engine.token_names import TokenNames
 
-MODEL = ModelInfo(
-    name="m", tokenizer_dir="", max_model_len=9, vocab_size=9, eos_token_ids=(), created=0, engine="vllm"
-)
+MODEL = ModelInfo(name="m", tokenizer_dir="", max_model_len=9, vocab_size=9, eos_token_ids=(), created=0, engine="vllm")
 
 
 def test_who_has_a_name_or_no_tokenizer_keeps_it() -> None:
