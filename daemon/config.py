@@ -168,6 +168,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     cpu       an interpreter in whose environment vLLM's CPU build is: when so many starts have failed, an engine on the
               processor goes on, slowly, until the other one can be started.
     cpu_kv    memory for its KV cache; 1 GiB without it.
+    gpu_memory
+              part of the GPU's memory in use, by whomever, from which on new requests wait; after 5 s the engine gives
+              back what it does not use, after 15 s its streams move to the next engine. More than the engine reserves.
+              Nothing is done without it.
 
     `[engine.gpu]`: the part of a GPU that the engine may have, where others share it.
 
@@ -332,6 +336,7 @@ SCHEMA: Final[Schema] = {
             "attempts": Field("attempts", whole(1, 1_000)),
             "cpu": Field("cpu_python", _read_folder),
             "cpu_kv": Field("cpu_kv_bytes", above_zero(units.parse_size)),
+            "gpu_memory": Field("gpu_memory", _read_part),
         },
         "gpu": {
             "device": Field("device", text),

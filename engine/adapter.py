@@ -113,6 +113,9 @@ class EngineAdapter(Protocol):
     def give_up(self, reason: str) -> None:
         """Take the engine for dead, for this reason, and end it; one that is down already stays as it is."""
 
+    def shrink(self) -> None:
+        """Have the engine give back memory that it holds and does not use."""
+
     async def statistics(self) -> EngineStatistics:
         """Ask the engine how full it is."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, Protocol
 
 from seedance.engine.adapter import EngineAdapter
+from seedance.engine.gpu_watch import GpuWatch
 from seedance.engine.ledger import Ledger
 from seedance.engine.progress import LOOK_EVERY_S, Progress, Sight
 
@@ -25,10 +27,11 @@ class Watched(Protocol):
 
 
 class CoreWatch:
-    """The watch over engines that are up; `engines` returns them."""
+    """The watch over engines that are up; `engines` returns them. The GPU's watch stays its owner's."""
 
-    def __init__(self, engines: Callable[[], Iterable[Watched]]) -> None:
+    def __init__(self, engines: Callable[[], Iterable[Watched]], gpu: GpuWatch | None = None) -> None:
         self._engines = engines
+        self._gpu = gpu
         self._known: dict[Watched, Progress] = {}
 
     async def run(self) -> None:
@@ -43,13 +46,13 @@ class CoreWatch:
         engines = [engine for engine in self._engines() if engine.adapter.core_pid is not None]
         self._known = {engine: self._known.get(engine) or Progress() for engine in engines}
         for engine, progress in list(self._known.items()):
-            sight = _sight(engine, now_s)
+            sight = _sight(engine, now_s, None if self._gpu is None else self._gpu.is_busy(time.monotonic()))
             reason = progress.look(sight) if sight is not None else ""
             if reason:
                 engine.adapter.give_up(reason)
 
 
-def _sight(engine: Watched, now_s: float) -> Sight | None:
+def _sight(engine: Watched, now_s: float, gpu_busy: bool | None) -> Sight | None:
     """Look at an engine; None when it has just ended, of which others tell."""
     try:
         text = Path(f"/proc/{engine.adapter.core_pid}/stat").read_text()
@@ -62,4 +65,5 @@ def _sight(engine: Watched, now_s: float) -> Sight | None:
         sign=None if record is None else record.beat_s,
         cpu_s=(int(fields[_USER]) + int(fields[_SYSTEM])) * _TICK_S,
         process_state=fields[_STATE],
+        gpu_busy=gpu_busy,
     )

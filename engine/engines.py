@@ -21,6 +21,7 @@ import contextlib
 import enum
 import gc
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final, Protocol
 
@@ -29,7 +30,10 @@ import msgspec
 from seedance.engine import failover
 from seedance.engine.adapter import EngineAdapter, EngineState, Output
 from seedance.engine.core_watch import CoreWatch
+from seedance.engine.gpu_memory import Action, Watermark
+from seedance.engine.gpu_watch import GpuWatch
 from seedance.engine.ledger import ENGINES, Ledger
+from seedance.engine.progress import LOOK_EVERY_S
 from seedance.engine.request import ModelInfo
 from seedance.engine.settings import EngineSettings
 from seedance.engine.source import EngineSource
@@ -128,7 +132,8 @@ class Engine:
 class Engines:
     """The engines of one host, on a running event loop; they end by `stop`. The ledger stays its owner's.
 
-    `settings` are those of the next engine that is started to be the active one; `active` gets the new requests.
+    `settings` are those of the next engine that is started to be the active one; `active` gets the new requests, which
+    wait while `is_held`.
     """
 
     def __init__(
@@ -152,9 +157,16 @@ class Engines:
         self._recovers = False
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._watch = self._loop.create_task(CoreWatch(self._up).run())
+        self.is_held = False
+        self._gpu = GpuWatch(settings.gpu.device) if settings.kind == "vllm" else None
+        if self._gpu is not None:
+            self._gpu.start()
+        self._watches = [self._loop.create_task(CoreWatch(self._up, self._gpu).run())]
+        if self._gpu is not None and settings.failover.gpu_memory is not None:
+            watermark = Watermark(settings.failover.gpu_memory)
+            self._watches.append(self._loop.create_task(self._watch_memory(watermark, self._gpu)))
         self._fallback: asyncio.Task[None] | None = None
-        self._is_held = False
+        self._is_replacing = False
         self._names = TokenNames()
 
     # -- what a host does with them -----------------------------------------------------------------------------------
@@ -163,7 +175,7 @@ class Engines:
         """Keep as many engines up as there are to be, one start at a time, until cancelled."""
         while True:
             kept = [e for e in self.all if e.role in {Role.STANDBY, Role.ACTIVE} and not e.is_fallback]
-            if len(kept) <= self.settings.failover.standby and not self._is_held:
+            if len(kept) <= self.settings.failover.standby and not self._is_replacing:
                 await self._start_one()
             else:
                 self._changed.clear()
@@ -220,26 +232,26 @@ class Engines:
 
     def hold(self) -> None:
         """Start no engine, and give new requests to none: they wait, until `release`."""
-        self._is_held = True
+        self._is_replacing = True
 
     def release(self) -> None:
         """Go on as before `hold`, with what has waited."""
-        self._is_held = False
+        self._is_replacing = False
         self._changed.set()
-        if self.active is not None:
-            self._owner.engine_takes(self.active)
+        if self.taking is not None:
+            self._owner.engine_takes(self.taking)
 
     @property
     def taking(self) -> Engine | None:
         """The engine that new requests go to, None while they wait."""
-        return None if self._is_held else self.active
+        return None if self.is_held or self._is_replacing else self.active
 
     async def step_down(self) -> None:
         """End the active engine and those that stand by, with nobody to follow; returns when they have gone.
 
         What runs waits for the next engine that is chosen. Only between `hold` and `release`.
         """
-        assert self._is_held, "cannot end the active engine without a word"
+        assert self._is_replacing, "cannot end the active engine without a word"
         ended = [engine for engine in self.all if engine.role in {Role.ACTIVE, Role.STANDBY}]
         self.active = None
         self._recovers = True
@@ -256,7 +268,9 @@ class Engines:
         self.active = None
         for engine in list(self.all):
             self._let_go(engine)
-        running = [self._watch, *([self._fallback] if self._fallback is not None else [])]
+        if self._gpu is not None:
+            self._gpu.close()
+        running = [*self._watches, *([self._fallback] if self._fallback is not None else [])]
         for task in running:
             task.cancel()
         await asyncio.wait([*running, *self._tasks])
@@ -292,13 +306,24 @@ class Engines:
 
     # -- starts -------------------------------------------------------------------------------------------------------
 
-    async def _start_one(self) -> None:
+    async def _wait_turn(self) -> None:
+        """Wait until the next engine may be started; an engine's death may make that sooner."""
+        began_s = self._loop.time()
+        while (left_s := began_s + self._wait_s() - self._loop.time()) > 0:
+            log.info("an engine is started in %.0f s", left_s)
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._changed.wait()
+
+    def _wait_s(self) -> float:
         wait_s = self._restarts.wait_s
-        if self.active is not None:
-            wait_s = max(wait_s, failover.SETTLE_S)
-        if wait_s > 0:
-            log.info("an engine is started in %g s", wait_s)
-            await asyncio.sleep(wait_s)
+        return wait_s if self.active is None or self.active.is_fallback else max(wait_s, failover.SETTLE_S)
+
+    async def _start_one(self) -> None:
+        await self._wait_turn()
+        if self._is_replacing:
+            return
         if self.active is None and not self._recovers:
             self._owner.state_changed(EngineState.STARTING, "")
         try:
@@ -312,7 +337,7 @@ class Engines:
 
     def _take_in(self, engine: Engine) -> None:
         """Give an engine that is up its role."""
-        if self._is_held or not self._is_of_now(engine):
+        if self._is_replacing or not self._is_of_now(engine):
             self.retire(engine)
         elif self.active is None:
             note = failover.ON_CPU if engine.is_fallback else failover.CONTINUED
@@ -358,6 +383,26 @@ class Engines:
     def _give_up(self, detail: str) -> None:
         self._recovers = False
         self._owner.state_changed(EngineState.DEAD, detail)
+
+    async def _watch_memory(self, watermark: Watermark, gpu: GpuWatch) -> None:
+        while True:
+            action = watermark.look(self._loop.time(), gpu.used(time.monotonic()))
+            if action is not Action.NONE:
+                self.memory_low(action)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def memory_low(self, action: Action) -> None:
+        """Do what is to be done about the GPU's memory."""
+        log.warning("the GPU's memory is nearly used up: %s", action.value)
+        self.is_held = action in {Action.HOLD, Action.SHRINK}
+        if self.active is None:
+            return
+        if action is Action.SHRINK:
+            self.active.adapter.shrink()
+        elif action is Action.MOVE:
+            self.active.adapter.give_up("the GPU's memory is nearly used up")
+        elif action is Action.RELEASE and self.taking is not None:
+            self._owner.engine_takes(self.taking)
 
     def _up(self) -> list[Engine]:
         return [engine for engine in self.all if engine.role is not Role.STARTING]

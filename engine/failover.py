@@ -71,7 +71,8 @@ class Restarts:
         self._wait_longer()
 
     def died(self, served_s: float) -> None:
-        """Take note of an engine that died after it had been up for so long."""
+        """Take note of an engine that died after it had been up for so long; failures count anew."""
+        self.failures = 0
         if self._is_calm or served_s >= STABLE_S:
             self.wait_s = 0.0
         else:

@@ -34,13 +34,15 @@ class FailoverSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     They wait while it is started again. `standby` keeps a second engine up, warm and idle, which goes on at once, and
     takes as much memory again. When `attempts` starts in a row have failed, what waits is given up; with `cpu_python`,
     the interpreter of an environment with vLLM's CPU build, an engine on the processor goes on, until the other is up
-    again. `cpu_kv_bytes` is reserved there, 0 for 1 GiB.
+    again. `cpu_kv_bytes` is reserved there, 0 for 1 GiB. `gpu_memory` is the part of the GPU's memory that may be in
+    use before something is done, None for any.
     """
 
     standby: bool = False
     attempts: int = 3
     cpu_python: str = ""
     cpu_kv_bytes: int = 0
+    gpu_memory: float | None = None
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

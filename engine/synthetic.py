@@ -348,6 +348,9 @@ class SyntheticAdapter:
             self._end(EngineState.DEAD)
             self._events.state_changed(EngineState.DEAD, f"cannot go on: {reason}")
 
+    def shrink(self) -> None:
+        """It holds none."""
+
     async def statistics(self) -> EngineStatistics:
         """Return a snapshot."""
         return self._engine.statistics(self._state)

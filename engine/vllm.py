@@ -223,6 +223,11 @@ class VllmAdapter:
         if not is_paused and self._connection is not None and self._state is EngineState.READY:
             self._send(self._connection.wake())
 
+    def shrink(self) -> None:
+        """Have the EngineCore empty its allocator's cache, between two of its steps."""
+        if self._connection is not None and self._state is EngineState.READY:
+            self._send(self._connection.call(control.SHRINK)[1])
+
     async def statistics(self) -> EngineStatistics:
         """Ask the EngineCore, between two of its steps. Raises EngineDead when it dies meanwhile."""
         if self._state is not EngineState.READY:

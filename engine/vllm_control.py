@@ -19,6 +19,7 @@ from seedance.qos.gpu import GpuPart
 
 MAX_CONTROL_BYTES: Final = 1 << 16
 STATISTICS: Final = "seedance_statistics"
+SHRINK: Final = "seedance_shrink"
 
 
 class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.metadata
 import logging
@@ -21,6 +22,7 @@ import msgspec
 from seedance.engine import vllm_continue, vllm_sampling, vllm_scheduler, vllm_wire
 from seedance.engine.ledger import Ledger
 from seedance.engine.vllm_control import (
+    SHRINK,
     STATISTICS,
     CoreStatistics,
     Launch,
@@ -199,10 +201,19 @@ def _extend(core: Any, launch: Launch) -> None:
     core.EngineCoreProc._perform_handshakes = perform_handshakes
     structured.StructuredOutputManager._create_grammar = create_grammar
     setattr(core.EngineCore, STATISTICS, _statistics)
+    setattr(core.EngineCore, SHRINK, _shrink)
 
 
 def _parameter_bytes(model: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def _shrink(_: Any) -> None:
+    """Answer the utility call SHRINK, between two steps."""
+    gc.collect()
+    cuda = importlib.import_module("torch").cuda
+    if cuda.is_initialized():
+        cuda.empty_cache()
 
 
 def _statistics(core: Any) -> dict[str, int]:

@@ -317,6 +317,11 @@ def test_the_prefix_cache_is_shared_within_a_tenant_only(engine: Engine) -> None
     assert again > 0
 
 
+def test_an_engine_that_gives_back_memory_goes_on(engine: Engine) -> None:
+    engine.adapter.shrink()
+    assert token_ids(engine.run(engine.generate(make_prompt(7), max_tokens=3)))
+
+
 def test_requests_that_can_never_run_are_refused_at_once(engine: Engine) -> None:
     for prompt, code in ((make_prompt(2048), "context_too_long"), ([4096], "invalid_request"), ([], "invalid_request")):
         with pytest.raises(EngineError) as caught:

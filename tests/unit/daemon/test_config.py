@@ -71,6 +71,7 @@ standby = true
 attempts = 5
 cpu = "/opt/cpu/bin/python"
 cpu_kv = "4GiB"
+gpu_memory = "98%"
 [engine.gpu]
 device = "MIG-1"
 threads = "50%"
@@ -154,7 +155,9 @@ def test_full_file() -> None:
         enforce_eager=True,
         dtype="float32",
         load="instead",
-        failover=FailoverSettings(standby=True, attempts=5, cpu_python="/opt/cpu/bin/python", cpu_kv_bytes=4 << 30),
+        failover=FailoverSettings(
+            standby=True, attempts=5, cpu_python="/opt/cpu/bin/python", cpu_kv_bytes=4 << 30, gpu_memory=0.98
+        ),
         gpu=GpuPart(device="MIG-1", threads=0.5, memory_bytes=20 << 30, mps_directory="/run/other"),
         synthetic=SyntheticSettings(
             seed=7,

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,8 @@ def engine() -> Iterator[Engine]:
     process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=-1)
     assert process.stdout is not None
     process.stdout.readline()
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        os.sched_yield()
     engine = Engine(process.pid)
     yield engine
     process.kill()

@@ -33,6 +33,7 @@ from seedance.engine.channel import (
     pack_singles,
 )
 from seedance.engine.failover import CONTINUED, ON_CPU, RESTART_MAX_S, RESTARTING
+from seedance.engine.gpu_memory import Action
 from seedance.engine.host import EngineHost
 from seedance.engine.ledger import STREAMS, Ledger
 from seedance.engine.packets import PacketSocket, pair
@@ -57,7 +58,7 @@ class FakeAdapter:
         self.emitted: list[list[int]] = []
         self.aborted: list[int] = []
         self.paused: dict[int, bool] = {}
-        self.stopped = 0
+        self.stopped = self.shrunk = 0
         self.fail_start: Exception | None = None
         self.refuse: EngineError | None = None
         self.during_start: Callable[[], None] = lambda: None
@@ -101,6 +102,9 @@ class FakeAdapter:
 
     def give_up(self, reason: str) -> None:
         self.die(reason)
+
+    def shrink(self) -> None:
+        self.shrunk += 1
 
     def die(self, detail: str) -> None:
         self.events.state_changed(EngineState.DEAD, detail)
@@ -355,6 +359,20 @@ async def test_engine_that_stands_by_goes_on_at_once_and_another_one_stands_by_t
 
 
 @run
+async def test_starts_of_a_standby_that_fail_do_not_hold_up_the_engine_that_is_needed() -> None:
+    async with scene(start=False) as it:
+        first, broken = FakeAdapter(), FakeAdapter()
+        broken.fail_start = EngineDead("no memory for two")
+        it.start(first, broken, standby=True)
+        await asyncio.sleep(200)
+        assert it.states() == ["starting", "ready"]
+        broken.fail_start = None
+        first.die("killed")
+        await settle()
+        assert it.states() == ["starting", "ready", "recovering", "ready"]
+
+
+@run
 async def test_generation_that_ended_with_its_engines_last_words_is_ended() -> None:
     async with scene() as it:
         await it.say(Submit(1, [1], Sampling(max_tokens=2)))
@@ -440,6 +458,23 @@ async def test_engine_on_the_processor_serves_until_the_other_is_up_again() -> N
         assert again.emitted == [[7, 8]]
         assert (cpu.aborted, cpu.stopped) == ([key], 1)
         assert it.states() == ["starting", "ready", "recovering", "ready", "ready"]
+
+
+@run
+async def test_new_requests_wait_while_the_gpus_memory_is_low() -> None:
+    async with scene() as it:
+        assert it.host.engines is not None
+        it.host.engines.memory_low(Action.HOLD)
+        await it.say(Submit(1, [1], Sampling(max_tokens=3)))
+        it.host.engines.memory_low(Action.SHRINK)
+        assert (it.adapter.submitted, it.adapter.shrunk) == ([], 1)
+        it.host.engines.memory_low(Action.RELEASE)
+        assert len(it.adapter.submitted) == 1
+        it.heard()
+        it.host.engines.memory_low(Action.MOVE)
+        assert [m.note for m in it.heard() if isinstance(m, EngineChanged)] == [RESTARTING]
+        await settle()
+        assert len(it.adapter.submitted) == 2
 
 
 @run

@@ -89,6 +89,9 @@ class FakeAdapter:
     def give_up(self, reason: str) -> None:
         pass
 
+    def shrink(self) -> None:
+        pass
+
     def die(self) -> None:
         self.events.state_changed(EngineState.DEAD, "killed")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seedance.engine.progress import IDLE_S, LOOK_EVERY_S, STEP_S, STOPPED_S, Progress, Sight
+from seedance.engine.progress import GPU_S, IDLE_S, LOOK_EVERY_S, STEP_S, STOPPED_S, Progress, Sight
 
 LIMIT_S = 10.0  # in which a hang is to be seen
 
@@ -71,6 +71,12 @@ def test_a_step_without_end_is_a_hang() -> None:
     found = found_after(every_look(cpu=1.0, state="R"), 2 * STEP_S)
     assert found is not None
     assert abs(found[0] - STEP_S) <= LOOK_EVERY_S
+
+
+def test_a_gpu_that_is_busy_for_others_does_not_hide_a_hang_for_ever() -> None:
+    found = found_after(every_look(gpu_busy=True), 2 * GPU_S)
+    assert found is not None
+    assert abs(found[0] - GPU_S) <= LOOK_EVERY_S
 
 
 def test_a_ledger_that_cannot_be_read_is_no_hang() -> None:
