@@ -22,10 +22,11 @@ HEAVY_ALLOWED: Final = frozenset(("seedance.engine.gguf", "seedance.engine.vllm_
 PURE: Final = (
     "seedance.daemon.doors", "seedance.daemon.history", "seedance.daemon.protocol", "seedance.daemon.session_log",
     "seedance.engine.accounting", "seedance.engine.admission",
-    "seedance.engine.bucket", "seedance.engine.cost", "seedance.engine.decode_group", "seedance.engine.fairness",
+    "seedance.engine.bucket", "seedance.engine.canary", "seedance.engine.cost", "seedance.engine.decode_group",
+    "seedance.engine.fairness", "seedance.engine.model_load", "seedance.engine.model_shapes",
     "seedance.engine.planner", "seedance.engine.policy", "seedance.engine.preemption", "seedance.engine.request",
-    "seedance.engine.roster", "seedance.engine.scheduling", "seedance.engine.simulation", "seedance.engine.states",
-    "seedance.qos.limiter",
+    "seedance.engine.roster", "seedance.engine.safetensors", "seedance.engine.scheduling",
+    "seedance.engine.simulation", "seedance.engine.states", "seedance.qos.limiter",
     "seedance.qos.plan", "seedance.qos.quota", "seedance.qos.settings", "seedance.qos.toml", "seedance.qos.units",
     "seedance.qos.usage",
 )
