@@ -159,6 +159,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     threads        CPU threads for computing; all processors but one without it. A GPU does not use them.
     enforce_eager  true skips CUDA graphs and compilation: a quicker start, slower steps. The default on a CPU.
     dtype          "auto", "bfloat16", "float16" or "float32".
+    load           where the engine for `seedancectl model load` comes up: "beside" the one that runs, "instead" of it
+                   once it has gone, while requests wait, or "auto": beside it where there is memory for both.
 
     `[engine.failover]`: what becomes of streams when the engine dies. They wait while it is started again, and so do
     new requests; no token is lost, and none comes twice.
@@ -330,6 +332,7 @@ SCHEMA: Final[Schema] = {
         "threads": Field("threads", whole(1, 4096)),
         "enforce_eager": Field("enforce_eager", flag),
         "dtype": Field("dtype", one_of(["auto", "bfloat16", "float16", "float32"])),
+        "load": Field("load", one_of(["auto", "beside", "instead"])),
         "failover": {
             "standby": Field("standby", flag),
             "attempts": Field("attempts", whole(1, 1_000)),

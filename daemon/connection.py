@@ -261,7 +261,7 @@ class HttpConnection:
         return KeptEvents(stream)
 
     def _models(self, path: str) -> None:
-        model, _ = self._owner.service.require_engine()
+        model = self._owner.service.require_engine().model
         name = unquote(path[len(_MODELS) + 1 :])
         if name and name != model.name:
             raise ApiError(

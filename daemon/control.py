@@ -7,6 +7,9 @@ HTTP/1.1 over a Unix stream socket, with bodies of JSON, so that a person can us
     GET  /v1/status           StatusReport
     GET  /v1/tenants          {"tenants": [TenantStatus, …]}
     GET  /v1/tenants/<name>   TenantStatus
+    GET  /v1/model            ModelReport
+    POST /v1/model/load       ModelReport; the body is a LoadOrder, e.g. {"path": "/srv/models/next"}
+    POST /v1/model/cancel     ModelReport
     POST /v1/reload           Reloaded
     POST /v1/stop             Stopping
 
@@ -32,10 +35,14 @@ import msgspec
 
 from seedance.daemon.control_messages import (
     BadFile,
+    CancelLoad,
     EngineReport,
     Failed,
     GatewayReport,
+    GetModel,
     GetStatus,
+    LoadModel,
+    ModelReport,
     ProcessStatus,
     Reload,
     Reloaded,
@@ -52,16 +59,21 @@ from seedance.daemon.protocol import head
 from seedance.daemon.protocol.http import Event, HeadReceived, HttpServer, RequestReceived
 from seedance.daemon.protocol.response import JSON, Headers, error_object
 from seedance.daemon.sockets import listen_unix
+from seedance.engine.model_load import LoadOrder
 from seedance.errors import KernelError, ResourceBroken
 
 __all__ = [
     "BadFile",
+    "CancelLoad",
     "ControlServer",
     "EngineReport",
     "Failed",
     "GatewayReport",
+    "GetModel",
     "GetStatus",
     "ListenerStatus",
+    "LoadModel",
+    "ModelReport",
     "ProcessStatus",
     "Reload",
     "Reloaded",
@@ -87,15 +99,22 @@ _PATIENCE_S: Final = 30.0
 _READ_BYTES: Final = 64 << 10
 _MOST_ANSWER_BYTES: Final = 256 << 20
 _LIMITS: Final = head.Limits(head_bytes=16 << 10, target_bytes=1024, body_bytes=MAX_REQUEST_BYTES)
-_PLACES: Final[dict[str, tuple[str, Request]]] = {
+_PLACES: Final[dict[str, tuple[str, Request | None]]] = {
     "/v1/status": ("GET", GetStatus()),
     "/v1/tenants": ("GET", GetStatus()),
+    "/v1/model": ("GET", GetModel()),
+    "/v1/model/load": ("POST", None),
+    "/v1/model/cancel": ("POST", CancelLoad()),
     "/v1/reload": ("POST", Reload()),
     "/v1/stop": ("POST", Stop()),
 }
+"""Where what can be asked for; None where the body says more."""
 _TENANTS: Final = "/v1/tenants"
 _PLACE_OF: Final[dict[type, tuple[str, str]]] = {
     GetStatus: ("GET", "/v1/status"),
+    GetModel: ("GET", "/v1/model"),
+    LoadModel: ("POST", "/v1/model/load"),
+    CancelLoad: ("POST", "/v1/model/cancel"),
     Reload: ("POST", "/v1/reload"),
     Stop: ("POST", "/v1/stop"),
 }
@@ -105,6 +124,7 @@ _SO_PEERGROUPS: Final = 59
 _PEER_GROUPS_BYTES: Final = 1024  # Python asks for no more
 
 _reply_decoder: Final[msgspec.json.Decoder[Reply]] = msgspec.json.Decoder(Reply)
+_order_decoder: Final[msgspec.json.Decoder[LoadOrder]] = msgspec.json.Decoder(LoadOrder)
 
 _Answer = tuple[int, Headers, bytes]
 
@@ -194,7 +214,7 @@ class ControlServer:
             groups = b""
         return self._group == gid or self._group in [group for (group,) in struct.iter_unpack("I", groups)]
 
-    async def _respond(self, request: head.Request, body: bytes, *, may_ask: bool) -> _Answer:
+    async def _respond(self, request: head.Request, body: bytes, *, may_ask: bool) -> _Answer:  # noqa: PLR0911
         if not may_ask:
             return _error(403, "forbidden", "cannot answer this user; ask as root or as a member of the daemon's group")
         tenant = request.path.removeprefix(f"{_TENANTS}/") if request.path.startswith(f"{_TENANTS}/") else None
@@ -206,7 +226,11 @@ class ControlServer:
         if request.method not in _METHODS[method]:
             text = f"cannot do {request.method} here; use {method}"
             return _error(405, "method_not_allowed", text, (("Allow", ", ".join(_METHODS[method])),))
-        if body.strip() not in (b"", b"{}"):
+        try:
+            question = question or LoadModel(_order_decoder.decode(body))
+        except msgspec.DecodeError as exc:
+            return _error(400, "invalid_request", f'cannot read the body: {exc}; send e.g. {{"path": "/srv/a-model"}}')
+        if not isinstance(question, LoadModel) and body.strip() not in (b"", b"{}"):
             return _error(400, "invalid_request", "cannot take a body: this request has no parameters")
         try:
             reply = await self._answer(question)
@@ -267,12 +291,13 @@ def ask(path: str, request: Request) -> Reply:
         connection.sock = sock
         method, place = _PLACE_OF[type(request)]
         try:
-            connection.request(method, place, headers={"Connection": "close"})
+            body = msgspec.json.encode(request.order) if isinstance(request, LoadModel) else None
+            connection.request(method, place, body, headers={"Connection": "close"})
             with contextlib.closing(connection.getresponse()) as response:
-                body = response.read(_MOST_ANSWER_BYTES)
+                answer = response.read(_MOST_ANSWER_BYTES)
             if response.status == http.client.OK:
-                return _reply_decoder.decode(body)
-            return Failed(msgspec.json.decode(body, type=_ErrorBody).error.message)
+                return _reply_decoder.decode(answer)
+            return Failed(msgspec.json.decode(answer, type=_ErrorBody).error.message)
         except OSError as exc:
             raise ResourceBroken(f"cannot get an answer from seedanced at {path}: {exc}") from exc
         except (http.client.HTTPException, msgspec.DecodeError) as exc:

@@ -7,6 +7,7 @@ import msgspec
 from seedance.daemon.network import ListenerStatus
 from seedance.daemon.ring.driver import DriverStatistics
 from seedance.engine.adapter import EngineStatistics
+from seedance.engine.model_load import LoadOrder, LoadState
 from seedance.engine.request import ModelInfo
 from seedance.engine.scheduling import TenantStatistics
 from seedance.qos.limiter import LimiterStatistics
@@ -26,7 +27,21 @@ class Stop(msgspec.Struct, tag="stop", tag_field="request", frozen=True):
     """Have the daemon end; answered before it does."""
 
 
-Request = GetStatus | Reload | Stop
+class GetModel(msgspec.Struct, tag="model", tag_field="request", frozen=True):
+    """Ask which model is served, and how a load goes."""
+
+
+class LoadModel(msgspec.Struct, tag="model load", tag_field="request", frozen=True):
+    """Have another model served; answered when that has begun."""
+
+    order: LoadOrder
+
+
+class CancelLoad(msgspec.Struct, tag="model cancel", tag_field="request", frozen=True):
+    """Have a load that is under way given up, which leaves the old model; not once new requests go to the new one."""
+
+
+Request = GetStatus | Reload | Stop | GetModel | LoadModel | CancelLoad
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +77,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """The engine: its state, what it serves, and what it counts; None where the host does not answer.
 
-    `steps` is None while it has given no sign of life.
+    `steps` is None while it has given no sign of life. `load` is the load of a model that is under way, or failed last.
     """
 
     state: str
@@ -70,6 +85,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelInfo | None
     statistics: EngineStatistics | None
     steps: StepReport | None = None
+    load: LoadState | None = None
 
 
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +161,20 @@ class Reloaded(msgspec.Struct, tag="reload", tag_field="reply", frozen=True, kw_
     note: str = ""
 
 
+class ModelReport(msgspec.Struct, tag="model", tag_field="reply", frozen=True, kw_only=True):
+    """What is served: the model while there is one, what the configuration calls it, and what it was loaded from.
+
+    `configured` is what the configuration names; it differs from `source` after a load. `load` is the last load since
+    the daemon's start.
+    """
+
+    model: ModelInfo | None
+    state: str
+    source: str
+    configured: str
+    load: LoadState | None = None
+
+
 class Stopping(msgspec.Struct, tag="stop", tag_field="reply", frozen=True):
     """The daemon is ending."""
 
@@ -157,4 +187,4 @@ class Failed(msgspec.Struct, tag="failed", tag_field="reply", frozen=True):
     message: str
 
 
-Reply = StatusReport | Reloaded | Stopping | Failed
+Reply = StatusReport | Reloaded | ModelReport | Stopping | Failed

@@ -11,7 +11,7 @@ import click
 
 from seedance import __version__
 from seedance.daemon import config as configuration
-from seedance.daemon.commands import keys, limits, service, simulate, talk, tenants, trace, watch
+from seedance.daemon.commands import keys, limits, model, service, simulate, talk, tenants, trace, watch
 from seedance.daemon.commands.context import Context, example
 from seedance.errors import ConfigError, SeedanceError
 
@@ -56,6 +56,7 @@ for _command in (
     tenants.tenant,
     keys.key,
     limits.limits,
+    model.model,
     simulate.command,
     watch.top,
     trace.trace,

@@ -46,6 +46,10 @@ class Detokenizer(Protocol):
     """
 
     @property
+    def entries(self) -> Sequence[Entry]:
+        """Return the entries of its vocabulary; none without a table."""
+
+    @property
     def is_plain(self) -> bool:
         """Return whether nothing of the tokens so far bears on the next."""
 
@@ -108,10 +112,10 @@ class Vocabulary:
 class ByteDetokenizer:
     """Byte-level vocabularies: all tokens are bytes of one UTF-8 text, and what is no UTF-8 becomes U+FFFD."""
 
-    __slots__ = ("_entries", "_entry", "_pending")
+    __slots__ = ("_entry", "_pending", "entries")
 
     def __init__(self, table: DecoderTable, prompt_token_ids: Sequence[int] = ()) -> None:
-        self._entries = table.entries
+        self.entries = table.entries
         self._entry = table.entries.__getitem__
         self._pending = b""
         self.feed(prompt_token_ids[-_PROMPT_TAIL:])
@@ -140,7 +144,7 @@ class ByteDetokenizer:
         return text
 
     def _bytes_of(self, token_id: int) -> bytes:
-        return entry_bytes(self._entries[token_id]) if token_id < len(self._entries) else b""
+        return entry_bytes(self.entries[token_id]) if token_id < len(self.entries) else b""
 
 
 class RunDetokenizer:
@@ -149,10 +153,10 @@ class RunDetokenizer:
     The decoder may treat the beginning of the whole text in its own way; the prompt is then where that begins.
     """
 
-    __slots__ = ("_entries", "_entry", "_first_text", "_plain", "_run", "_strip", "_strips")
+    __slots__ = ("_entry", "_first_text", "_plain", "_run", "_strip", "_strips", "entries")
 
     def __init__(self, table: DecoderTable, prompt_token_ids: Sequence[int] = ()) -> None:
-        self._entries = table.entries
+        self.entries = table.entries
         self._entry = table.entries.__getitem__
         self._run = b""
         self._first_text = table.first_text
@@ -200,7 +204,7 @@ class RunDetokenizer:
         return text
 
     def _entry_of(self, token_id: int) -> Entry:
-        return self._entries[token_id] if token_id < len(self._entries) else ""
+        return self.entries[token_id] if token_id < len(self.entries) else ""
 
     def _end_run(self) -> str:
         run, self._run = self._run, b""
@@ -245,6 +249,11 @@ class StreamDetokenizer:
         text = "".join(map(self._step, token_ids))
         self._told += len(text)
         return text
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """Return none."""
+        return ()
 
     @property
     def is_plain(self) -> bool:

@@ -25,6 +25,9 @@ from seedance.engine.channel import (
     Batch,
     Delta,
     EngineChanged,
+    ModelComing,
+    ModelPrepared,
+    Noted,
     QueueBound,
     Receiver,
     Refused,
@@ -63,9 +66,14 @@ class EngineClient:
         engine_changed: Callable[[EngineChanged], None],
         plain_frame: Callable[[str], bytes],
         journal: Journal | None = None,
+        model_coming: Callable[[str], None] | None = None,
     ) -> None:
-        """`plain_frame` makes what goes past the sinks for a text; see `bypass`."""
+        """`plain_frame` makes what goes past the sinks for a text; see `bypass`.
+
+        `model_coming(tokenizer_dir)` is answered by `model_prepared`.
+        """
         self._journal = journal or Journal()
+        self._model_coming = model_coming or (lambda tokenizer_dir: self.model_prepared(tokenizer_dir, ""))
         self._driver = driver
         self._limiter = limiter
         self._clock = clock
@@ -87,10 +95,16 @@ class EngineClient:
         return len(self._streams)
 
     def use_vocabulary(self, entries: Sequence[Entry]) -> None:
-        """Take the vocabulary's entries: most tokens are a text by themselves."""
+        """Take the vocabulary's entries: most tokens are a text by themselves.
+
+        Streams whose tokens are of another one go the longer way from here, by their own detokenizers.
+        """
         if self._texts is not entries:
             self._texts = entries
             self._plain_streams.use_vocabulary(len(entries))
+            for stream in self._streams.values():
+                stream.plain = stream.plain and stream.detokenizer.entries is entries
+                self._choose_way(stream)
 
     def connect(self, fd: int) -> None:
         """Use a fresh channel from now on; the last one's streams are held until `resume`."""
@@ -116,7 +130,7 @@ class EngineClient:
         stream.prompt_token_ids = array.array("I", prompt_token_ids)
         stream.sampling, stream.urgency = sampling, urgency
         self._take_in(stream)
-        self._send(Submit(stream.number, prompt_token_ids, sampling, urgency))
+        self._send(Submit(stream.number, prompt_token_ids, sampling, urgency, tokens=stream.tokens))
 
     def adopt(self, stream: Stream) -> None:
         """Take in a stream that another worker had, with what came of it; the engine gets it with the next `resume`."""
@@ -127,6 +141,7 @@ class EngineClient:
         self._number = self._number % (2**32 - 1) + 1
         stream.number = self._number
         stream.is_sampled = stream.sampling.temperature > 0
+        stream.plain = stream.plain and stream.detokenizer.entries is self._texts
         self._streams[stream.number] = stream
         if not stream.token_ids:
             self._unstarted[stream.number] = stream
@@ -139,12 +154,12 @@ class EngineClient:
         held, self._held = self._held, {}
         for stream in held.values():
             stream.is_resumed = True
-            prompt, emitted = stream.prompt_token_ids.tolist(), stream.token_ids.tolist()
-            self._send(Submit(stream.number, prompt, stream.sampling, stream.urgency, emitted))
+            prompt, emitted = stream.prompt_token_ids, stream.token_ids
+            self._send(Submit(stream.number, prompt, stream.sampling, stream.urgency, emitted, stream.tokens))
         paused = [stream.number for stream in held.values() if stream.is_paused]
         if paused:
             self._send(SetPaused(paused, True))
-        self._tell(CONTINUED, [stream for stream in held.values() if stream.token_ids])
+        self._tell(CONTINUED, [stream.number for stream in held.values() if stream.token_ids])
 
     def end_overdue(self) -> None:
         """End what has been held for too long, unless a session keeps it."""
@@ -206,7 +221,11 @@ class EngineClient:
         if self._flow is not None:
             self._flow.abort()
 
-    def _send(self, message: Submit | Abort | SetPaused) -> None:
+    def model_prepared(self, tokenizer_dir: str, reason: str) -> None:
+        """Tell the host that a model which is coming can be served here, or why not."""
+        self._send(ModelPrepared(tokenizer_dir, reason))
+
+    def _send(self, message: Submit | Abort | SetPaused | ModelPrepared) -> None:
         if self._flow is not None:
             self._flow.send(encode(message))
 
@@ -236,17 +255,25 @@ class EngineClient:
                 batch = self._within_quota(message)
                 self._note_starts(batch)
                 self._step_completed(batch)
-            elif isinstance(message, EngineChanged):
-                if message.state == EngineState.DEAD:
-                    # What was submitted before this was read may have reached the next engine; what is held has not.
-                    self._end([stream for stream in self._streams.values() if stream.number not in self._held], _GONE)
-                self._engine_changed(message)
-                if message.note:
-                    self._tell(message.note, list(self._streams.values()))
-            elif isinstance(message, QueueBound):
-                self._queue.bound = message
             else:
-                self._refused(message)
+                self._take(message)
+
+    def _take(self, message: EngineChanged | QueueBound | Noted | ModelComing | Refused) -> None:
+        if isinstance(message, EngineChanged):
+            if message.state == EngineState.DEAD:
+                # What was submitted before this was read may have reached the next engine; what is held has not.
+                self._end([stream for stream in self._streams.values() if stream.number not in self._held], _GONE)
+            self._engine_changed(message)
+            if message.note:
+                self._tell(message.note, list(self._streams))
+        elif isinstance(message, QueueBound):
+            self._queue.bound = message
+        elif isinstance(message, Noted):
+            self._tell(message.note, message.streams)
+        elif isinstance(message, ModelComing):
+            self._model_coming(message.tokenizer_dir)
+        else:
+            self._refused(message)
 
     def _refused(self, message: Refused) -> None:
         stream = self._streams.get(message.stream)
@@ -270,7 +297,7 @@ class EngineClient:
             self._flow = None
             self._hold(self._streams.values())
             self._engine_changed(EngineChanged(EngineState.DEAD, "the engine host went away", None))
-            self._tell(RESTARTING, list(self._streams.values()))
+            self._tell(RESTARTING, list(self._streams))
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
@@ -356,7 +383,7 @@ class EngineClient:
         if reason is FinishReason.STOP and token_ids and token_ids[-1] in stream.hidden_token_ids:
             token_ids = token_ids[:-1]
         text = (stop or stream.detokenizer).feed(token_ids)
-        stream.plain = stop is None and stream.detokenizer.is_plain
+        stream.plain = stop is None and stream.detokenizer.is_plain and stream.detokenizer.entries is self._texts
         self._choose_way(stream)
         surplus_tokens = 0
         if stop is not None and stop.stopped is not None:
@@ -378,10 +405,11 @@ class EngineClient:
             else:
                 stream.sink.stream_finished(reason)
 
-    def _tell(self, note: str, streams: Iterable[Stream]) -> None:
-        """Tell clients what is going on with the engine."""
-        for stream in streams:
-            if self._streams.get(stream.number) is stream:  # who reads too slowly is cut off by a word more
+    def _tell(self, note: str, numbers: Iterable[int]) -> None:
+        """Tell the clients of streams what is going on with the engine."""
+        for number in numbers:
+            stream = self._streams.get(number)
+            if stream is not None:  # who reads too slowly is cut off by a word more
                 is_drawn_anew = stream.is_sampled and note.startswith(CONTINUED)
                 stream.sink.note_arrived(f"{note}, what comes is drawn anew" if is_drawn_anew else note)
 

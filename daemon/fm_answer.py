@@ -119,11 +119,17 @@ class FmAnswer(Answer):
         record = StreamRecord(self.number, self.id, self.infer, self.begun_s, first_s=self._first_s)
         record.told_bytes = self.text_bytes - waiting_bytes
         for stream in self.streams:
-            record.engine, record.model = stream.number, self._sessions.service.model_name
+            record.engine, record.model = stream.number, self.model
             record.sampling = stream.sampling
             record.prompt_token_ids = stream.prompt_token_ids.tobytes()
             record.token_ids, record.cached_tokens = stream.token_ids.tobytes(), stream.cached_tokens
         return record
+
+    @property
+    def model(self) -> str:
+        """Return what its stream can only go on with."""
+        assert self.served is not None
+        return self.served.identity
 
     def over(self) -> None:
         """Take note that it is in the journal no longer."""
@@ -144,7 +150,7 @@ class FmAnswer(Answer):
                 self._session.number,
                 self.number,
                 stream.number,
-                self._sessions.service.model_name,
+                self.model,
                 stream.prompt_token_ids.tobytes(),
                 stream.sampling,
             )

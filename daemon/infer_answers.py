@@ -125,7 +125,7 @@ class DirectAnswer(_InferAnswer):
             self._parts.append(text)
 
     def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
-        logprobs = openai_response.chat_logprobs(positions, self._service.vocabulary)
+        logprobs = openai_response.chat_logprobs(positions, self.vocabulary)
         if self._parts is None:
             self._connection.send(frame_text(self._builder.delta_logprobs(text, logprobs)))
         else:
@@ -177,7 +177,7 @@ class KeptAnswer(_InferAnswer):
         self._append(self._builder.delta(text))
 
     def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
-        logprobs = openai_response.chat_logprobs(positions, self._service.vocabulary)
+        logprobs = openai_response.chat_logprobs(positions, self.vocabulary)
         self._append(self._builder.delta_logprobs(text, logprobs))
 
     def note_arrived(self, note: str) -> None:

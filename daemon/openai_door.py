@@ -129,10 +129,9 @@ class _OpenAIAnswer(Answer):
 
     def format_logprobs(self, positions: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
         """Return log probabilities in the form of this kind of answer; `offset` is the length of the text before."""
-        vocabulary = self._service.vocabulary
         if self._chat:
-            return openai_response.chat_logprobs(positions, vocabulary)
-        return openai_response.completion_logprobs(positions, vocabulary, offset)
+            return openai_response.chat_logprobs(positions, self.vocabulary)
+        return openai_response.completion_logprobs(positions, self.vocabulary, offset)
 
 
 class _StreamedAnswer(_OpenAIAnswer):

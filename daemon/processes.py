@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -43,6 +44,7 @@ from seedance.daemon.links import (
     ZygoteOrder,
 )
 from seedance.daemon.log_store import LogStore
+from seedance.daemon.model_loads import FILE_NAME, ModelLoads, ServedModel
 from seedance.daemon.notify import Watchdog
 from seedance.daemon.privileges import find_account
 from seedance.daemon.process import Start
@@ -56,12 +58,15 @@ from seedance.engine.host_link import (
     FROM_HOST,
     TO_HOST,
     EngineChanged,
+    LoadChanged,
     QueryStatistics,
     StartEngine,
     Statistics,
     ToHost,
 )
+from seedance.engine.model_load import LoadOrder
 from seedance.engine.request import TenantContext
+from seedance.engine.settings import EngineSettings
 from seedance.errors import EngineDead, KernelError
 from seedance.qos.kernel import KernelLimits
 from seedance.qos.limiter import LimiterSnapshot
@@ -89,7 +94,8 @@ class Processes:
     """All processes but this one. `changed` is called when the engine or the gateway has changed its state.
 
     `engine` is what the engine host last said; `gateway_report` what the gateway did, with `marks_off` the reason why
-    sockets are not marked, or "". `engine_limits` is what the tenants may use of the engine.
+    sockets are not marked, or "". `engine_limits` is what the tenants may use of the engine. `loads` is which model is
+    served, and the change to another one.
     """
 
     def __init__(
@@ -117,7 +123,9 @@ class Processes:
         self.engine_limits.set_quotas(tenants.quotas)
         self._secret = secret
         self._changed = changed
-        self._preloaded_dir: str | None = None
+        self._preloaded_dirs: set[str] = set()
+        served = ServedModel(config.engine, Path(config.paths.state) / FILE_NAME)
+        self.loads = ModelLoads(served, self.to_host, lambda folder: self.to_zygote(Preload(folder)), changed)
         user = config.daemon.user if os.geteuid() == 0 else ""
         self._account = find_account(user, config.path) if user else None
         self._oom_kills: dict[str, int] = {}
@@ -290,12 +298,18 @@ class Processes:
     def _host_started(self) -> None:
         self.engine = EngineChanged(EngineState.STARTING, "", None)
         self._place(self._host, "engine")
+        self.to_host(StartEngine(self._engine_settings()), self.engine_limits.ledger.fd)
+        self.workers.host_started(self._tenants.quotas)
+
+    def _engine_settings(self) -> EngineSettings:
         run_dir, cache_dir = (
             self._engine_folder(where) for where in (self._config.paths.run, self._config.paths.state)
         )
-        settings = msgspec.structs.replace(self._config.engine, run_dir=run_dir, cache_dir=cache_dir)
-        self.to_host(StartEngine(settings), self.engine_limits.ledger.fd)
-        self.workers.host_started(self._tenants.quotas)
+        return msgspec.structs.replace(self.loads.served.settings, run_dir=run_dir, cache_dir=cache_dir)
+
+    def load_model(self, order: LoadOrder) -> None:
+        """Begin to load another model. Raises EngineError saying why not."""
+        self.loads.begin(order, self._engine_settings(), is_serving=self.serves)
 
     def _engine_folder(self, folder: str) -> str:
         """Make a folder that is the engine's own; returns its path."""
@@ -316,6 +330,7 @@ class Processes:
 
     def _host_ended(self, how: str) -> None:
         self._gone(self._host)
+        self.loads.host_ended(how)
         self.engine = EngineChanged(EngineState.DEAD, f"the engine host {how}", None)
         self._tell_engine()
 
@@ -330,6 +345,8 @@ class Processes:
         elif isinstance(message, Statistics):
             self.engine_statistics = message.engine
             self._answered(self._host)
+        elif isinstance(message, LoadChanged):
+            self.loads.host_told(message)
         else:
             _log.debug("engine channel %d closed: %s", message.channel, message.reason)
 
@@ -339,7 +356,7 @@ class Processes:
         model = self.engine.model
         if model is None or self.engine.state != EngineState.READY:
             return False
-        return model.tokenizer_dir == self._preloaded_dir
+        return model.tokenizer_dir in self._preloaded_dirs
 
     def _tell_engine(self) -> None:
         self.to_gateway(self._engine_status())
@@ -359,8 +376,9 @@ class Processes:
     # the zygote and the workers
 
     def _zygote_started(self) -> None:
-        self._preloaded_dir = None
+        self._preloaded_dirs.clear()
         self._preload()
+        self.loads.zygote_started()
         wanted, self._wanted = self._wanted, set()
         for tenant in wanted:
             self.worker_wanted(tenant)
@@ -372,9 +390,9 @@ class Processes:
         """
         if self.engine.model is not None:
             self.to_zygote(Preload(self.engine.model.tokenizer_dir))
-        elif self._config.engine.kind == "vllm":
+        elif self.loads.served.settings.kind == "vllm":
             with contextlib.suppress(EngineDead):
-                directory = vllm_control.local_model(self._config.engine.model)
+                directory = vllm_control.local_model(self.loads.served.settings.model)
                 if directory is not None:
                     self.to_zygote(Preload(str(directory)))
 
@@ -388,9 +406,11 @@ class Processes:
             self.workers.exited(message)
         elif isinstance(message, SpawnFailed):
             self.workers.spawn_failed(message)
-        elif isinstance(message, Preloaded) and not message.reason:
-            self._preloaded_dir = message.tokenizer_dir
-            self._tell_engine()
+        elif isinstance(message, Preloaded):
+            if not message.reason:
+                self._preloaded_dirs.add(message.tokenizer_dir)
+                self._tell_engine()
+            self.loads.preloaded(message.tokenizer_dir, message.reason)
 
     # the gateway
 

@@ -10,7 +10,7 @@ import array
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 from seedance.daemon.detokenizer import Vocabulary
 from seedance.daemon.doors.errors import ApiError, api_error, invalid
@@ -30,6 +30,7 @@ from seedance.errors import SeedanceError
 from seedance.qos.limiter import TenantLimiter, check_context
 from seedance.qos.quota import Quota
 
+R = TypeVar("R")
 Prompt = str | list[int]
 DRAIN_RETRY_S: Final = 2.0
 """Whoever asks while the service is being stopped may ask again so soon: a restart takes no longer without a model."""
@@ -39,16 +40,39 @@ INLINE_CHARACTERS: Final = 8192
 """Up to this size a prompt is tokenised at once: a thread would cost more than the millisecond that it takes."""
 
 
-class Answer:
-    """What becomes of one request; a door subclasses it. Each of its streams ends in a sink from `sink`."""
+class Served(NamedTuple):
+    """A model, and what its requests need here; those that have begun with it end with it."""
 
-    __slots__ = ("cancelled", "prompt_tokens", "streams", "urgency")
+    model: ModelInfo
+    tokenizer: Tokenizer
+    defaults: SamplingDefaults
+
+    @property
+    def identity(self) -> str:
+        """Return what a stream can only go on with: the model's name, and what its token ids mean."""
+        return f"{self.model.name} {self.model.tokens}".rstrip()
+
+
+class Answer:
+    """What becomes of one request; a door subclasses it. Each of its streams ends in a sink from `sink`.
+
+    `served` is what the request has begun with, None before.
+    """
+
+    __slots__ = ("cancelled", "prompt_tokens", "served", "streams", "urgency")
 
     def __init__(self) -> None:
+        self.served: Served | None = None
         self.streams: list[Stream] = []
         self.urgency = NOT_URGENT
         self.prompt_tokens = 0
         self.cancelled = False
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Return the tokens of the model that the streams are of."""
+        assert self.served is not None
+        return self.served.tokenizer.vocabulary
 
     def sink(self, index: int) -> Sink:
         """Return the sink of choice `index`; called once for each, before `started`."""
@@ -117,24 +141,18 @@ class Service:
         self.quota = quota
         self._limiter.update(quota, self._loop.time())
 
-    def require_engine(self) -> tuple[ModelInfo, Tokenizer]:
-        """Return the model and its tokenizer. Raises ApiError while there is no engine to serve it."""
+    def require_engine(self) -> Served:
+        """Return what is served. Raises ApiError while there is no engine to serve it."""
         if self.draining:
             text = "cannot take a new request: this tenant's service is being stopped"
             raise ApiError("overloaded", text, retry_after_s=DRAIN_RETRY_S)
         if self._engine_state not in _SERVING or self.model is None or self._tokenizer is None:
             raise ApiError("engine_unavailable", f"cannot serve now: the engine is {self._engine_state.value}")
-        return self.model, self._tokenizer
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """The tokens of what is served, also while no new request is taken; streams that run are always of it."""
-        assert self._tokenizer is not None
-        return self._tokenizer.vocabulary
+        return Served(self.model, self._tokenizer, self._defaults)
 
     def admit(self, model_name: str | None, choices: int) -> None:
         """Count a request of so many streams against the limits. Raises ApiError; nothing is counted then."""
-        model, _ = self.require_engine()
+        model = self.require_engine().model
         if model_name is not None:
             require_model(model_name, model.name)
         refusal = self.engine.queue_refusal(self.quota.requests.queue, choices)
@@ -154,8 +172,8 @@ class Service:
     ) -> None:
         """Render an admitted conversation, and go on as `begin` does. Never raises."""
         try:
-            _, tokenizer = self.require_engine()
-            text = tokenizer.render_chat(
+            answer.served = self.require_engine()
+            text = answer.served.tokenizer.render_chat(
                 request.template_messages(), None, add_generation_prompt, request.template_variables()
             )
         except SeedanceError as exc:
@@ -168,15 +186,16 @@ class Service:
         choices = len(prompts) * request.choices()
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         try:
-            model, tokenizer = self.require_engine()
+            served = answer.served = answer.served or self.require_engine()
+            model, tokenizer, _ = served
             context_tokens = min(model.max_model_len, self.quota.tokens.context or model.max_model_len)
             refuse_long_text(
                 iter(texts), context_tokens=context_tokens, longest_token_bytes=tokenizer.longest_token_bytes
             )
             if sum(map(len, texts)) > INLINE_CHARACTERS:
-                self._begin_in_thread(request, prompts, answer, choices, chat)
+                self._begin_in_thread(request, prompts, answer, served, chat)
                 return
-            self._submit(request, _tokenised(tokenizer, prompts, chat), answer)
+            self._submit(request, _tokenised(tokenizer, prompts, chat), answer, served)
         except SeedanceError as exc:
             self._fail(answer, exc, choices)
 
@@ -189,18 +208,22 @@ class Service:
         answer.cancelled = True
         self.engine.abort(answer.streams)
 
+    def in_thread(self, call: Callable[..., R], *arguments: Any) -> asyncio.Future[R]:
+        """Make a call that takes long in the thread that tokenises; one after the other."""
+        if self._threads is None:
+            self._threads = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
+        return self._loop.run_in_executor(self._threads, call, *arguments)
+
     def close(self) -> None:
         """End the tokenising threads; idempotent."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin_in_thread(
-        self, request: Parameters, prompts: Sequence[Prompt], answer: Answer, choices: int, chat: bool
+        self, request: Parameters, prompts: Sequence[Prompt], answer: Answer, served: Served, chat: bool
     ) -> None:
-        assert self._tokenizer is not None
-        if self._threads is None:
-            self._threads = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
-        future = self._loop.run_in_executor(self._threads, _tokenised, self._tokenizer, prompts, chat)
+        choices = len(prompts) * request.choices()
+        future = self.in_thread(_tokenised, served.tokenizer, prompts, chat)
 
         def tokenised(done: asyncio.Future[list[list[int]]]) -> None:
             if done.cancelled():
@@ -210,15 +233,16 @@ class Service:
                 if answer.cancelled:
                     self.release(choices)
                 else:
-                    self._submit(request, token_ids, answer)
+                    self._submit(request, token_ids, answer, served)
             except SeedanceError as exc:
                 self._fail(answer, exc, choices)
 
         future.add_done_callback(tokenised)
 
-    def _submit(self, request: Parameters, prompts: Sequence[list[int]], answer: Answer) -> None:
+    def _submit(self, request: Parameters, prompts: Sequence[list[int]], answer: Answer, served: Served) -> None:
         """Check what is known only now, then submit all choices; raises before the first of them or not at all."""
-        model, tokenizer = self.require_engine()
+        self.require_engine()
+        model, _, defaults = served
         submits = []
         for token_ids in prompts:
             if not token_ids:
@@ -234,13 +258,13 @@ class Service:
                     context_tokens=len(token_ids) + room,
                     vocab_size=model.vocab_size,
                     choice=choice,
-                    defaults=self._defaults,
+                    defaults=defaults,
                 )
                 submits.append((token_ids, parameters))
         answer.prompt_tokens = sum(map(len, prompts))  # once for all choices, as OpenAI counts
         self._charge_prompt(answer.prompt_tokens)
         for index, (token_ids, parameters) in enumerate(submits):
-            answer.streams.append(self._stream(request, answer, index, tokenizer, token_ids, parameters))
+            answer.streams.append(self._stream(request, answer, index, served, token_ids, parameters))
         for stream, (token_ids, parameters) in zip(answer.streams, submits, strict=True):
             self.engine.submit(stream, token_ids, parameters, answer.urgency)
         answer.started()
@@ -259,7 +283,7 @@ class Service:
         self,
         request: Parameters,
         answer: Answer,
-        model_name: str,
+        model: str,
         prompt_token_ids: array.array[int],
         parameters: Sampling,
         token_ids: array.array[int],
@@ -268,12 +292,13 @@ class Service:
 
         Raises ApiError when that is impossible.
         """
-        assert self._tokenizer is not None
-        if model_name != self.model_name:
+        assert self.model is not None and self._tokenizer is not None
+        answer.served = Served(self.model, self._tokenizer, self._defaults)
+        if model != answer.served.identity:
             self.release(1)
-            text = f"cannot go on with a stream of model '{model_name}': '{self.model_name}' is served now"
+            text = f"cannot go on with a stream of model '{model}': '{answer.served.identity}' is served now"
             raise ApiError("engine_unavailable", text)
-        stream = self._stream(request, answer, 0, self._tokenizer, prompt_token_ids, parameters)
+        stream = self._stream(request, answer, 0, answer.served, prompt_token_ids, parameters)
         stream.prompt_token_ids, stream.sampling, stream.token_ids = prompt_token_ids, parameters, token_ids
         stream.output_tokens = len(token_ids)
         # What has ended a stream has no text; then the end itself was not told.
@@ -291,18 +316,19 @@ class Service:
         request: Parameters,
         answer: Answer,
         index: int,
-        tokenizer: Tokenizer,
+        served: Served,
         token_ids: Sequence[int],
         parameters: Sampling,
     ) -> Stream:
         include = bool(request.include_stop_str_in_output)
-        detokenizer = tokenizer.detokenizer(token_ids)
+        detokenizer = served.tokenizer.detokenizer(token_ids)
         stopping = None
         if stop := request.stop_strings():
             stopping = StopDetokenizer(detokenizer, stop, include_stop=include, min_tokens=parameters.min_tokens)
         stream = Stream(answer.sink(index), detokenizer, stopping)
         if not include:
             stream.hidden_token_ids = parameters.stop_token_ids
+        stream.tokens = served.model.tokens
         return stream
 
     def _fail(self, answer: Answer, error: SeedanceError, choices: int) -> None:

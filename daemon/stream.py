@@ -42,7 +42,8 @@ class Stream:
     its own stands for just that text: nothing is held back before it, nothing is looked for in it. `bypass_fd` is the
     descriptor of the flow that takes such a token's frame past the sink (see `EngineClient.bypass`), -1 for none.
     `output_tokens` lacks the tokens that went this way until the stream has left the engine client. `is_paused` says
-    that the engine was told to leave it out, `is_sampled` that its tokens are drawn by chance.
+    that the engine was told to leave it out, `is_sampled` that its tokens are drawn by chance. `tokens` names what its
+    token ids mean (`ModelInfo.tokens`).
 
     `prompt_token_ids`, `sampling`, and `token_ids` of all that came (see `emitted`) are what another engine goes on
     from. `is_kept` says that it waits for one for as long as it takes, `is_resumed` that one has been asked to.
@@ -66,6 +67,7 @@ class Stream:
         "sink",
         "stop",
         "token_ids",
+        "tokens",
         "urgency",
     )
 
@@ -87,3 +89,4 @@ class Stream:
         self.prompt_token_ids = array.array("I")
         self.token_ids = array.array("I")
         self.urgency = NOT_URGENT
+        self.tokens = ""

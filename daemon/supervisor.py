@@ -26,7 +26,7 @@ from seedance.daemon.processes import Options, Processes
 from seedance.daemon.secret import load_secret
 from seedance.daemon.tenants import Changes, TenantTable
 from seedance.daemon.watch import FolderWatch
-from seedance.errors import ConfigError, KernelError
+from seedance.errors import ConfigError, EngineError, KernelError
 from seedance.qos.gpu import mps_error
 from seedance.qos.kernel import KernelLimits
 from seedance.qos.limiter import LimiterStatistics
@@ -167,6 +167,8 @@ class Supervisor:
         if isinstance(request, control.Stop):
             self._stop.set()
             return control.Stopping(os.getpid())
+        if not isinstance(request, control.Reload):
+            return self._answer_model(request)
         try:
             changes = self._reload()
         except ConfigError as exc:
@@ -177,6 +179,23 @@ class Supervisor:
             removed=changes.removed,
             bad_files=self._bad_files(),
             note=self._restart_note(),
+        )
+
+    def _answer_model(self, request: control.GetModel | control.LoadModel | control.CancelLoad) -> control.Reply:
+        loads, engine = self._processes.loads, self._processes.engine
+        try:
+            if isinstance(request, control.LoadModel):
+                self._processes.load_model(request.order)
+            elif isinstance(request, control.CancelLoad):
+                loads.cancel()
+        except EngineError as exc:
+            return control.Failed(str(exc))
+        return control.ModelReport(
+            model=engine.model,
+            state=engine.state,
+            source=loads.served.settings.model,
+            configured=loads.served.configured.model,
+            load=loads.load,
         )
 
     def _restart_note(self) -> str:
@@ -256,6 +275,7 @@ class Supervisor:
                 model=engine.model,
                 statistics=self._processes.engine_statistics,
                 steps=self._processes.engine_limits.steps(time.monotonic()),
+                load=self._processes.loads.shown,
             ),
             gateway=self._processes.gateway_report,
             processes=[

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from seedance.daemon.control import StatusReport, StepReport, TenantStatus
 from seedance.daemon.doctor.judge import Finding
+from seedance.daemon.model_tables import load_text, model_text
 from seedance.daemon.quantities import exact_duration, exact_rate, exact_size, scaled
 from seedance.engine.scheduling import NOTHING_COUNTED
 from seedance.errors import ConfigError
@@ -235,7 +236,9 @@ def _overview(report: StatusReport) -> Table:
     table.add_row("listening", ", ".join(report.listeners))
     table.add_row("engine", escape(engine.state + (f": {engine.detail}" if engine.detail else "")))
     if engine.model is not None:
-        table.add_row("model", f"{engine.model.name} ({engine.model.engine}), {engine.model.max_model_len:,} tokens")
+        table.add_row("model", escape(model_text(engine.model)))
+    if engine.load is not None:
+        table.add_row("loading", escape(load_text(engine.load)))
     counted = engine.statistics
     if counted is not None:
         table.add_row("running", f"{counted.running:,} streams, {counted.waiting:,} waiting, {counted.tokens:,} tokens")

@@ -113,7 +113,9 @@ class Worker:
         if settings.limiter is not None:
             self._limiter.restore(settings.limiter, loop.time(), time.time())
         self.service = Service(loop, settings.quota, self._limiter)
-        self.service.engine = EngineClient(driver, self._limiter, loop.time, self._engine_changed, plain_frame, journal)
+        self.service.engine = EngineClient(
+            driver, self._limiter, loop.time, self._engine_changed, plain_frame, journal, self._model_coming
+        )
         self.service.engine.connect(engine.detach())
         options = Options(
             payload_bytes=max(settings.worker.max_message_bytes, fm_frame.MIN_PAYLOAD_BYTES),
@@ -290,6 +292,16 @@ class Worker:
                 _log.error("cannot use the tokenizer of model '%s': %s", change.model.name, exc)
         self.service.engine_changed(change, tokenizer, defaults)
 
+    def _model_coming(self, tokenizer_dir: str) -> None:
+        """Load the tokenizer of a model that will be served, beside what goes on; and say that it is there."""
+
+        def loaded(done: asyncio.Future[object]) -> None:
+            if not done.cancelled():
+                reason = "" if done.exception() is None else str(done.exception())
+                self.service.engine.model_prepared(tokenizer_dir, reason)
+
+        self.service.in_thread(_load_for, tokenizer_dir).add_done_callback(loaded)
+
     # -- the supervisor -----------------------------------------------------------------------------------------------
 
     def _report(self, report: WorkerReport) -> None:
@@ -358,6 +370,11 @@ class Worker:
         self.service.engine.close()
         self._handover.close()
         self._control.close()
+
+
+def _load_for(tokenizer_dir: str) -> object:
+    """Load all that a model needs here. Raises ValueError or OSError when that cannot be."""
+    return tokenizer_in(tokenizer_dir), load_sampling_defaults(tokenizer_dir) if tokenizer_dir else None
 
 
 class _Leaving:

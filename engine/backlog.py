@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from seedance.engine.channel import Batch, Delta, EngineChanged, QueueBound, Refused, encode
+from seedance.engine.channel import Batch, Delta, EngineChanged, ModelComing, Noted, QueueBound, Refused, encode
 
 # So many tokens go into one batch, that with logprobs it stays far below the channel's limit of a message.
 BATCH_TOKENS: Final = 16_384
@@ -52,7 +52,7 @@ class Backlog:
             if held is not delta:
                 _merge(held, delta)
 
-    def add_message(self, message: EngineChanged | Refused | QueueBound) -> None:
+    def add_message(self, message: EngineChanged | Refused | QueueBound | ModelComing | Noted) -> None:
         """Take a message; nothing overtakes a change of the engine, and of the queue's bounds only the last counts."""
         if isinstance(message, QueueBound):
             self._bound = message

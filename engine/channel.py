@@ -33,8 +33,9 @@ _TOKEN_IDS_CODE: Final = 1  # msgpack extension
 class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """worker → host: begin a generation; `stream` is the worker's number for it, unique on its channel.
 
-    `emitted_token_ids` are those that it brought already, elsewhere: it goes on behind them. Raises OverflowError for a
-    token id that is no unsigned 32-bit number.
+    `emitted_token_ids` are those that it brought already, elsewhere: it goes on behind them. `tokens` says what all ids
+    mean, as in ModelInfo; "" for what the served model makes of them. Raises OverflowError for a token id that is no
+    unsigned 32-bit number.
     """
 
     stream: StreamNumber
@@ -42,6 +43,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True, frozen=True):
     sampling: Sampling
     urgency: Urgency = NOT_URGENT
     emitted_token_ids: TokenIds = NO_TOKEN_IDS
+    tokens: str = ""
 
     def __post_init__(self) -> None:
         for name in ("prompt_token_ids", "emitted_token_ids"):
@@ -133,8 +135,28 @@ class QueueBound(msgspec.Struct, tag=7, array_like=True, frozen=True):
     limit: int = 0
 
 
-ToHost = Submit | Abort | SetPaused
-ToWorker = Batch | EngineChanged | Refused | QueueBound
+class ModelComing(msgspec.Struct, tag=20, array_like=True, frozen=True):
+    """host → worker: a model with this tokenizer will be served soon; load it, and say so. EngineChanged tells when."""
+
+    tokenizer_dir: str
+
+
+class Noted(msgspec.Struct, tag=22, array_like=True, frozen=True):
+    """host → worker: what the clients of these streams are told."""
+
+    streams: list[int]
+    note: str
+
+
+class ModelPrepared(msgspec.Struct, tag=21, array_like=True, frozen=True):
+    """worker → host: the tokenizer in this directory is loaded, or `reason` says why it cannot be."""
+
+    tokenizer_dir: str
+    reason: str = ""
+
+
+ToHost = Submit | Abort | SetPaused | ModelPrepared
+ToWorker = Batch | EngineChanged | Refused | QueueBound | ModelComing | Noted
 M = TypeVar("M")
 
 

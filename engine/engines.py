@@ -22,7 +22,7 @@ import enum
 import gc
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -37,6 +37,7 @@ from seedance.engine.progress import LOOK_EVERY_S
 from seedance.engine.request import ModelInfo
 from seedance.engine.settings import EngineSettings
 from seedance.engine.source import EngineSource
+from seedance.engine.token_names import TokenNames
 from seedance.errors import EngineDead
 from seedance.qos.gpu import GpuPart, mps_command, mps_error
 
@@ -71,6 +72,9 @@ class EnginesOwner(Protocol):
     def engine_ended(self, engine: Engine) -> None:
         """Keep the generations of an engine that died."""
 
+    def engine_left(self, engine: Engine) -> None:
+        """Keep the generations of an engine that was stopped."""
+
     def engine_takes(self, engine: Engine) -> None:
         """Give the active engine all generations that have none."""
 
@@ -96,12 +100,24 @@ class Engine:
         self.figures = ""
         self.ready_s = 0.0
         self._owner = owner
-        self.step_completed = owner.step_completed  # not a method: this is the way of every token
+        self.step_completed: Callable[[Sequence[Output]], None] = (
+            owner.step_completed
+        )  # not a method: this is the way of every token
 
     @property
     def row(self) -> int:
         """Its place in the ledger."""
         return self.ledger.engine_row
+
+    @contextlib.contextmanager
+    def probed(self, take: Callable[[Sequence[Output]], None]) -> Iterator[None]:
+        """Give the outputs of its steps to somebody else for a while, as long as nobody else has asked it for any."""
+        assert self.role is Role.TRIAL, "cannot take the outputs of an engine that serves"
+        self.step_completed = take
+        try:
+            yield
+        finally:
+            self.step_completed = self._owner.step_completed
 
     def state_changed(self, state: EngineState, detail: str) -> None:
         """Take the adapter's news; an end during its start is told by that."""
@@ -150,6 +166,8 @@ class Engines:
             watermark = Watermark(settings.failover.gpu_memory)
             self._watches.append(self._loop.create_task(self._watch_memory(watermark, self._gpu)))
         self._fallback: asyncio.Task[None] | None = None
+        self._is_replacing = False
+        self._names = TokenNames()
 
     # -- what a host does with them -----------------------------------------------------------------------------------
 
@@ -157,7 +175,7 @@ class Engines:
         """Keep as many engines up as there are to be, one start at a time, until cancelled."""
         while True:
             kept = [e for e in self.all if e.role in {Role.STANDBY, Role.ACTIVE} and not e.is_fallback]
-            if len(kept) <= self.settings.failover.standby:
+            if len(kept) <= self.settings.failover.standby and not self._is_replacing:
                 await self._start_one()
             else:
                 self._changed.clear()
@@ -176,6 +194,9 @@ class Engines:
             raise
         engine.role = Role.TRIAL
         engine.ready_s = self._loop.time()
+        engine.model = await self._names.named(engine.model)
+        if engine.role is not Role.TRIAL:
+            raise EngineDead("cannot use the engine: it died when it had just come up")
         return engine
 
     def choose(self, engine: Engine, note: str = "") -> None:
@@ -199,6 +220,48 @@ class Engines:
         """End an engine that is not active, and that nothing runs on any more."""
         assert engine is not self.active, "cannot retire the engine that gets the requests"
         self._let_go(engine)
+
+    async def dismiss(self, engine: Engine) -> None:
+        """End an engine as `retire` does; returns when it has gone, and its memory is free."""
+        assert engine is not self.active, "cannot end the engine that gets the requests"
+        if engine.role is not Role.GONE:
+            engine.role = Role.GONE
+            self.all.remove(engine)
+            self._changed.set()
+            await self._dispose(engine)
+
+    def hold(self) -> None:
+        """Start no engine, and give new requests to none: they wait, until `release`."""
+        self._is_replacing = True
+
+    def release(self) -> None:
+        """Go on as before `hold`, with what has waited."""
+        self._is_replacing = False
+        self._changed.set()
+        if self.taking is not None:
+            self._owner.engine_takes(self.taking)
+
+    @property
+    def taking(self) -> Engine | None:
+        """The engine that new requests go to, None while they wait."""
+        return None if self.is_held or self._is_replacing else self.active
+
+    async def step_down(self) -> None:
+        """End the active engine and those that stand by, with nobody to follow; returns when they have gone.
+
+        What runs waits for the next engine that is chosen. Only between `hold` and `release`.
+        """
+        assert self._is_replacing, "cannot end the active engine without a word"
+        ended = [engine for engine in self.all if engine.role in {Role.ACTIVE, Role.STANDBY}]
+        self.active = None
+        self._recovers = True
+        for engine in ended:
+            engine.role = Role.GONE
+            self.all.remove(engine)
+            self._owner.engine_left(engine)
+        self._owner.state_changed(EngineState.RECOVERING, "another model takes its place", failover.RESTARTING)
+        for engine in ended:
+            await self._dispose(engine)
 
     async def stop(self) -> None:
         """End all engines and what they have in common."""
@@ -259,6 +322,8 @@ class Engines:
 
     async def _start_one(self) -> None:
         await self._wait_turn()
+        if self._is_replacing:
+            return
         if self.active is None and not self._recovers:
             self._owner.state_changed(EngineState.STARTING, "")
         try:
@@ -272,7 +337,9 @@ class Engines:
 
     def _take_in(self, engine: Engine) -> None:
         """Give an engine that is up its role."""
-        if self.active is None:
+        if self._is_replacing or not self._is_of_now(engine):
+            self.retire(engine)
+        elif self.active is None:
             note = failover.ON_CPU if engine.is_fallback else failover.CONTINUED
             self.choose(engine, note if self._recovers else "")
         elif self.active.is_fallback and not engine.is_fallback:
@@ -284,6 +351,12 @@ class Engines:
             self.retire(engine)
         else:
             engine.role = Role.STANDBY
+
+    def _is_of_now(self, engine: Engine) -> bool:
+        """Return whether an engine would be started like this now: there may be another model since."""
+        if engine.is_fallback:
+            return engine.settings == fallback_settings(self.settings)
+        return engine.settings is self.settings
 
     def _start_failed(self, detail: str) -> None:
         log.warning("an engine did not start: %s", detail)
@@ -328,8 +401,8 @@ class Engines:
             self.active.adapter.shrink()
         elif action is Action.MOVE:
             self.active.adapter.give_up("the GPU's memory is nearly used up")
-        elif action is Action.RELEASE:
-            self._owner.engine_takes(self.active)
+        elif action is Action.RELEASE and self.taking is not None:
+            self._owner.engine_takes(self.taking)
 
     def _up(self) -> list[Engine]:
         return [engine for engine in self.all if engine.role is not Role.STARTING]

@@ -12,7 +12,8 @@ RESTART_MAX_S: Final = 30.0
 RESTARTING: Final = "engine restarting"
 CONTINUED: Final = "continued"
 ON_CPU: Final = "continued on cpu"
-"""What clients are told: the streams wait, go on, and go on slowly."""
+REPLACED: Final = "continued with another model"
+"""What clients are told: the streams wait, go on, go on slowly, and go on with what another model makes of them."""
 STABLE_S: Final = 15.0
 """An engine that served for so long was no failed start: the next restart is at once again."""
 SETTLE_S: Final = 3.0

@@ -20,10 +20,11 @@ from typing import Final
 
 from seedance.engine import failover, host_link
 from seedance.engine.adapter import EngineState, EngineStatistics, Output
-from seedance.engine.channel import Abort, Delta, EngineChanged, Refused, Submit, ToHost
+from seedance.engine.channel import Abort, Delta, EngineChanged, ModelPrepared, Refused, Submit, ToHost
 from seedance.engine.engine_queue import EngineQueue
-from seedance.engine.engines import Engine, Engines
+from seedance.engine.engines import Engine, Engines, Role
 from seedance.engine.host_channel import Channel, Generation, by_engine
+from seedance.engine.host_loads import HostLoads
 from seedance.engine.ledger import STREAMS, Ledger
 from seedance.engine.packets import PacketSocket
 from seedance.engine.recorder import Recorder
@@ -36,6 +37,17 @@ _STATISTICS_TIMEOUT_S: Final = 5.0
 _DETAIL_CHARACTERS: Final = 2_000
 
 log = logging.getLogger("seedance.engine.host")
+
+
+_OTHER_TOKENS: Final = EngineError(
+    "engine_unavailable",
+    "cannot take this request: another model is served than the one that it was read for; ask again",
+)
+
+
+def _understands(engine: Engine, tokens: str) -> bool:
+    """Return whether token ids of this meaning are what an engine's model was trained with."""
+    return not tokens or engine.model is None or engine.model.tokens == tokens
 
 
 class EngineHost:
@@ -62,6 +74,7 @@ class EngineHost:
         self._channels: dict[int, Channel] = {}
         self._generations: dict[int, Generation] = {}
         self._key = 0
+        self._loads: HostLoads | None = None
         self._link = PacketSocket(control, loop, self._packet_received, self.stop)
 
     async def serve(self) -> None:
@@ -82,6 +95,9 @@ class EngineHost:
         self._ledger = ledger
         self._queue = EngineQueue(settings.queue)
         self.engines = Engines(source, settings, ledger, self, self._first_restart_s)
+        self._loads = HostLoads(
+            self.engines, self._channels, self._generations, self._tell, self._free_key, self.move, self._fail
+        )
         self._engine_task = self._loop.create_task(self.engines.keep())
         self._engine_task.add_done_callback(lambda _: self.stop())
 
@@ -149,6 +165,12 @@ class EngineHost:
                 text = f"cannot finish this request: {generation.deaths} engines in a row died at work on it"
                 self._fail(generation, EngineError("engine_unavailable", text))
 
+    def engine_left(self, engine: Engine) -> None:
+        """Let the generations of an engine that was stopped wait for the next one."""
+        for generation in self._generations.values():
+            if generation.engine is engine:
+                generation.engine = None
+
     def engine_takes(self, engine: Engine) -> None:
         """Have an engine go on with all that waits for one."""
         waiting = [generation for generation in self._generations.values() if generation.engine is None]
@@ -165,6 +187,9 @@ class EngineHost:
 
     def _go_on(self, generation: Generation, engine: Engine) -> None:
         channel = generation.channel
+        if not _understands(engine, generation.tokens):
+            self._fail(generation, _OTHER_TOKENS)
+            return
         if generation.token_ids and (reason := self._end_of(generation)) is not None:
             self._forget_one(generation)
             channel.deltas.append(Delta(generation.stream, [], reason))
@@ -219,6 +244,9 @@ class EngineHost:
         elif isinstance(message, Abort):
             self._abort([channel.generations[s] for s in set(message.streams) if s in channel.generations])
             channel.discard(message.streams)
+        elif isinstance(message, ModelPrepared):
+            if self._loads is not None:
+                self._loads.worker_prepared(channel, message)
         else:
             self._pause(
                 [channel.generations[s] for s in message.streams if s in channel.generations], message.is_paused
@@ -234,13 +262,24 @@ class EngineHost:
             return EngineError("overloaded", f"cannot generate: the engine has {STREAMS} requests already")
         if not self._queue.may_join(channel.tenant.name):
             return EngineError("overloaded", "cannot take this request: the engine's queue is full")
-        return self._submit(channel, message, None if self.engines.is_held else self.engines.active)
+        engine = self.engines.taking
+        if engine is not None and not _understands(engine, message.tokens):
+            # It was tokenised before the worker knew that there is another model.
+            last = [e for e in self.engines.all if e.role is Role.LEAVING and _understands(e, message.tokens)]
+            if not last:
+                return _OTHER_TOKENS
+            engine = last[-1]
+        return self._submit(channel, message, engine)
 
-    def _submit(self, channel: Channel, message: Submit, engine: Engine | None) -> EngineError | None:
+    def _free_key(self) -> int:
         key = self._key
         while key in self._generations:
             key = (key + 1) % STREAMS
         self._key = (key + 1) % STREAMS
+        return key
+
+    def _submit(self, channel: Channel, message: Submit, engine: Engine | None) -> EngineError | None:
+        key = self._free_key()
         generation = Generation(key, channel, message)
         if generation.token_ids and (reason := self._end_of(generation)) is not None:
             channel.deltas.append(Delta(message.stream, [], reason))
@@ -306,7 +345,7 @@ class EngineHost:
 
     # The supervisor's wishes.
 
-    def _packet_received(self, data: bytes, fds: list[int]) -> None:
+    def _packet_received(self, data: bytes, fds: list[int]) -> None:  # noqa: C901 - a table of what may come
         message = host_link.TO_HOST.decode(data)
         if len(fds) != isinstance(message, host_link.Attach | host_link.StartEngine):
             text = "cannot take the packet: Attach and StartEngine have one descriptor, the others have none"
@@ -330,6 +369,8 @@ class EngineHost:
             task.add_done_callback(self._tasks.discard)
         elif isinstance(message, host_link.Stop):
             self.stop()
+        elif self._loads is not None:
+            self._loads.ordered(message)
 
     def _attach(self, message: host_link.Attach, fd: int) -> None:
         if message.channel in self._channels:
@@ -362,6 +403,8 @@ class EngineHost:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        if self._loads is not None:
+            await self._loads.stop()
         if self.engines is not None:
             await self.engines.stop()
         if self._recorder is not None:

@@ -17,6 +17,8 @@ from seedance.engine.channel import (
     Batch,
     Delta,
     EngineChanged,
+    ModelComing,
+    Noted,
     QueueBound,
     Receiver,
     Refused,
@@ -41,7 +43,8 @@ class Generation:
     """The record of a running generation: enough to continue it elsewhere. Append only.
 
     `engine` has it, None while it waits for one; `deaths` counts engines that died with it.
-    `prompt_token_ids` and `token_ids` (those emitted so far, here or elsewhere) are arrays of unsigned 32-bit ids.
+    `prompt_token_ids` and `token_ids` (those emitted so far, here or elsewhere) are arrays of unsigned 32-bit ids;
+    `tokens` names what they mean.
     """
 
     __slots__ = (
@@ -54,6 +57,7 @@ class Generation:
         "sampling",
         "stream",
         "token_ids",
+        "tokens",
         "urgency",
     )
 
@@ -64,6 +68,7 @@ class Generation:
         self.prompt_token_ids = wish.prompt_token_ids
         self.sampling = wish.sampling
         self.urgency = wish.urgency
+        self.tokens = wish.tokens
         self.token_ids = array.array("I", wish.emitted_token_ids)
         self.engine: Engine | None = None
         self.deaths = 0
@@ -136,7 +141,7 @@ class Channel:
             self._batches += 1
             self._send(encode(Batch(deltas, pack_singles(singles))))
 
-    def send(self, message: EngineChanged | Refused | QueueBound) -> None:
+    def send(self, message: EngineChanged | Refused | QueueBound | ModelComing | Noted) -> None:
         """Send a message after all that was sent before."""
         if self._unsent:
             self._backlog.add_message(message)

@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from seedance.engine.adapter import EngineStatistics
+from seedance.engine.model_load import LoadOrder, LoadState
 from seedance.engine.packets import Codec
 from seedance.engine.request import ModelInfo, TenantContext
 from seedance.engine.settings import EngineSettings
@@ -84,8 +85,40 @@ class Statistics(msgspec.Struct, tag=8, array_like=True, frozen=True):
     cpu_s: float
 
 
-ToHost = StartEngine | Attach | Detach | QueryStatistics | Stop
-FromHost = EngineChanged | ChannelClosed | Statistics
+class LoadModel(msgspec.Struct, tag=20, array_like=True, frozen=True):
+    """supervisor → host: serve another model in the place of the one that is served; `load` numbers it.
+
+    `settings` are those of its engine. The host answers with LoadChanged, from the first to a last one.
+    """
+
+    load: int
+    order: LoadOrder
+    settings: EngineSettings
+
+
+class ModelReady(msgspec.Struct, tag=21, array_like=True, frozen=True):
+    """supervisor → host: new workers can have the model of a load that is PREPARING; "" as a reason, or why not."""
+
+    load: int
+    reason: str
+
+
+class CancelLoad(msgspec.Struct, tag=22, array_like=True, frozen=True):
+    """supervisor → host: give a load up; one that is switched goes on."""
+
+    load: int
+
+
+class LoadChanged(msgspec.Struct, tag=23, array_like=True, frozen=True):
+    """host → supervisor: how a load goes; with PREPARING `tokenizer_dir` is what new workers will need."""
+
+    load: int
+    state: LoadState
+    tokenizer_dir: str = ""
+
+
+ToHost = StartEngine | Attach | Detach | QueryStatistics | Stop | LoadModel | ModelReady | CancelLoad
+FromHost = EngineChanged | ChannelClosed | Statistics | LoadChanged
 
 TO_HOST: Final[Codec[ToHost]] = Codec(ToHost)
 FROM_HOST: Final[Codec[FromHost]] = Codec(FromHost)

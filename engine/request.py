@@ -73,7 +73,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `tokenizer_dir` is a directory with `tokenizer.json` and optionally `tokenizer_config.json` and
     `generation_config.json`; empty for the synthetic engine. `max_model_len` counts prompt and output tokens.
-    `eos_token_ids` end a generation unless it ignores them. `created` is in Unix seconds.
+    `eos_token_ids` end a generation unless it ignores them. `created` is in Unix seconds. `tokens` is the same for
+    models whose token ids mean the same.
     """
 
     name: str
@@ -83,6 +84,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     created: int
     engine: str
+    tokens: str = ""
 
 
 class TenantContext(msgspec.Struct, frozen=True, kw_only=True):

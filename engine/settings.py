@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from seedance.engine.model_load import Place
 from seedance.qos.gpu import GpuPart
 
 
@@ -53,7 +54,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `cache_dir` is for what it keeps between starts, empty for its default. `queue` bounds the requests of all tenants
     that wait for their first token, 0 for no bound. `trace_bytes` of a trace of them are kept in `cache_dir`, 0 for
     none. `offline` forbids it to ask a hub. `gpu` is the part of a GPU that it may have. `python` is the interpreter of
-    the engine's processes, empty for ours.
+    the engine's processes, empty for ours. `load` says where the engine of a model that is loaded later comes up.
     """
 
     kind: Literal["vllm", "synthetic"]
@@ -72,5 +73,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     offline: bool = False
     python: str = ""
     gpu: GpuPart = GpuPart()
+    load: Place = "auto"
     failover: FailoverSettings = FailoverSettings()
     synthetic: SyntheticSettings = SyntheticSettings()

@@ -18,6 +18,7 @@ import array
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -25,13 +26,14 @@ import msgspec
 from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics, Output
 from seedance.engine.admission import WindowSettings
 from seedance.engine.ledger import Ledger
+from seedance.engine.model_shapes import parse_config
 from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, TenantContext, Urgency
 from seedance.engine.scheduling import PolicySettings, Step
 from seedance.engine.settings import EngineSettings
 from seedance.engine.synthetic_stream import Stream
 from seedance.engine.synthetic_vocabulary import EOS_ID, VOCAB_SIZE
 from seedance.engine.token_scheduler import TokenScheduler
-from seedance.errors import EngineError
+from seedance.errors import EngineDead, EngineError
 
 DEFAULT_MAX_MODEL_LEN: Final = 32_768
 BLOCK_TOKENS: Final = 16
@@ -266,6 +268,21 @@ class SyntheticEngine:
             self._scheduler.tell(self._now)
 
 
+def _playing(settings: EngineSettings) -> EngineSettings:
+    """Return the settings with what a model's configuration says: its seed, and its longest context.
+
+    So that one model can take the place of another without any, as a real one does; its weights are not looked at.
+    """
+    path = Path(settings.model, "config.json")
+    try:
+        config = parse_config(path.read_bytes())
+    except (OSError, ValueError) as exc:
+        raise EngineDead(f"cannot play the model in '{path}': {exc}") from exc
+    limit = min(settings.max_model_len, config.max_positions or settings.max_model_len)
+    synthetic = msgspec.structs.replace(settings.synthetic, seed=config.seed)
+    return msgspec.structs.replace(settings, max_model_len=limit, synthetic=synthetic)
+
+
 class SyntheticAdapter:
     """The synthetic engine in an event loop; an `engine.adapter.EngineAdapter`. The ledger stays its owner's."""
 
@@ -282,8 +299,10 @@ class SyntheticAdapter:
         self.core_pid: int | None = None
 
     async def start(self, events: EngineEvents) -> ModelInfo:
-        """Begin anew with an empty engine, at once."""
+        """Begin anew with an empty engine, at once. Raises EngineDead when its model cannot be read."""
         self._events = events
+        if self._settings.model:
+            self._settings = _playing(self._settings)
         self._engine = SyntheticEngine(self._settings, self._ledger)
         self._state = EngineState.READY
         self._beat()
@@ -295,6 +314,7 @@ class SyntheticAdapter:
             eos_token_ids=(EOS_ID,),
             created=int(time.time()),
             engine="synthetic",
+            tokens="synthetic",
         )
 
     def submit(

@@ -18,6 +18,7 @@ from support.batches import all_deltas
 from seedance.engine import host_link
 from seedance.engine.channel import Abort, Batch, EngineChanged, Receiver, Refused, SetPaused, Submit, ToWorker, encode
 from seedance.engine.ledger import Ledger
+from seedance.engine.model_load import LoadState
 from seedance.engine.packets import PacketSocket, pair
 from seedance.engine.request import FinishReason, Sampling, TenantContext
 from seedance.engine.settings import EngineSettings, SyntheticSettings
@@ -114,6 +115,7 @@ class HostProcess:
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self.process = process
         self.states: list[host_link.EngineChanged] = []
+        self.loads: list[LoadState] = []
         self.closed_channels: list[host_link.ChannelClosed] = []
         self.link_closed = asyncio.Event()
         self.ledger = Ledger.create()
@@ -172,6 +174,8 @@ class HostProcess:
             self.states.append(message)
         elif isinstance(message, host_link.ChannelClosed):
             self.closed_channels.append(message)
+        elif isinstance(message, host_link.LoadChanged):
+            self.loads.append(message.state)
         else:
             self._answers.pop(message.query).set_result(message)
         self._changed.set()

@@ -65,6 +65,7 @@ trace = "1MiB"
 threads = 2
 enforce_eager = true
 dtype = "float32"
+load = "instead"
 [engine.failover]
 standby = true
 attempts = 5
@@ -154,6 +155,7 @@ def test_full_file() -> None:
         threads=2,
         enforce_eager=True,
         dtype="float32",
+        load="instead",
         failover=FailoverSettings(
             standby=True, attempts=5, cpu_python="/opt/cpu/bin/python", cpu_kv_bytes=4 << 30, gpu_memory=0.98
         ),

@@ -21,12 +21,16 @@ import pytest
 
 from seedance.daemon.control import (
     MAX_CONNECTIONS,
+    CancelLoad,
     ControlServer,
     EngineReport,
     Failed,
     GatewayReport,
+    GetModel,
     GetStatus,
     ListenerStatus,
+    LoadModel,
+    ModelReport,
     Reload,
     Reloaded,
     Reply,
@@ -39,6 +43,7 @@ from seedance.daemon.control import (
     listen,
 )
 from seedance.daemon.sockets import listen_unix
+from seedance.engine.model_load import LoadOrder, LoadState
 from seedance.errors import KernelError, ResourceBroken
 from seedance.qos.limiter import LimiterStatistics
 from seedance.qos.quota import Quota
@@ -79,6 +84,9 @@ STATUS = StatusReport(
 )
 
 
+MODEL = ModelReport(model=None, state="ready", source="/srv/b", configured="/srv/a")
+
+
 async def _answer(request: Request) -> Reply:
     match request:
         case Reload():
@@ -87,6 +95,12 @@ async def _answer(request: Request) -> Reply:
             return Stopping(7)
         case GetStatus():
             return STATUS
+        case LoadModel():
+            return msgspec.structs.replace(MODEL, load=LoadState(order=request.order))
+        case GetModel():
+            return MODEL
+        case CancelLoad():
+            return Failed("cannot cancel: no model is being loaded")
 
 
 @contextlib.contextmanager
@@ -146,6 +160,12 @@ def test_each_request_gets_its_reply(path: str) -> None:
     assert ask(path, Stop()) == Stopping(7)
     assert ask(path, Reload()) == Failed("cannot read the folder")
     assert ask(path, GetStatus()) == STATUS
+    assert ask(path, GetModel()) == MODEL
+    assert ask(path, CancelLoad()) == Failed("cannot cancel: no model is being loaded")
+    order = LoadOrder(path="/srv/c", policy="continue", drain_s=3.0, needs_manifest=True)
+    reply = ask(path, LoadModel(order))
+    assert isinstance(reply, ModelReport)
+    assert reply.load == LoadState(order=order)
 
 
 def test_a_reload_that_went_well(tmp_path: Path) -> None:
@@ -193,12 +213,15 @@ def test_tenants_are_a_part_of_the_status(path: str) -> None:
 @pytest.mark.parametrize(
     ("request_line", "body", "status", "code", "text"),
     [
-        ("GET /", b"", 404, "not_found", "cannot find '/'; there are /v1/status, /v1/tenants, /v1/reload, /v1/stop"),
+        ("GET /", b"", 404, "not_found", "cannot find '/'; there are /v1/status, /v1/tenants, /v1/model, "),
         ("GET /v1/tenants/", b"", 404, "not_found", "cannot find '/v1/tenants/'"),
         ("GET /v1/tenants/x", b"", 404, "not_found", "cannot find the tenant 'x'; /v1/tenants lists them"),
         ("GET /v1/stop", b"", 405, "method_not_allowed", "cannot do GET here; use POST"),
         ("DELETE /v1/tenants/acme", b"", 405, "method_not_allowed", "cannot do DELETE here; use GET"),
         ("POST /v1/stop", b'{"now":true}', 400, "invalid_request", "cannot take a body"),
+        ("POST /v1/model/load", b"", 400, "invalid_request", "cannot read the body"),
+        ("POST /v1/model/load", b'{"path": "/a", "policy": "x"}', 400, "invalid_request", "cannot read the body"),
+        ("POST /v1/model/load", b'{"path": "/a", "force": true}', 400, "invalid_request", "cannot read the body"),
         ("POST /v1/stop", b"x" * 70_000, 413, "invalid_request", "cannot"),
         ("GET  /v1/status", b"", 400, "protocol_error", "cannot"),
         ("GET /" + "x" * 2000, b"", 414, "invalid_request", "cannot"),

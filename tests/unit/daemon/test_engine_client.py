@@ -6,6 +6,7 @@ import pytest
 from support.worker_parts import FakeDriver, FakeFlow, FakeSink
 
 from seedance.daemon import tokenizer
+from seedance.daemon.detokenizer import Vocabulary, table_vocabulary
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.engine_client import HOLD_S, EngineClient
 from seedance.daemon.plain_streams import FEWEST
@@ -16,6 +17,8 @@ from seedance.engine.channel import (
     Batch,
     Delta,
     EngineChanged,
+    ModelComing,
+    ModelPrepared,
     QueueBound,
     Receiver,
     Refused,
@@ -475,3 +478,59 @@ def test_tokens_past_the_sink_are_those_of_their_stream() -> None:
     # The frame is made in the first step, as its texts go to the sinks.
     assert [bytes(flow.sent) for flow in scene.driver.flows[1:]] == [b"<a><a><a>", b"<a><a><a><a>"]
     assert behind == []
+
+
+# -- another model ----------------------------------------------------------------------------------------------------
+
+
+def other_vocabulary() -> Vocabulary:
+    """Return a vocabulary in which every token of the synthetic one has another text."""
+    return table_vocabulary([f"[{number}]".encode() for number in range(TOKENIZER.vocabulary.size)])
+
+
+def test_streams_of_the_last_model_keep_their_texts() -> None:
+    scene = Scene()
+    (old, old_sink), (held, held_sink) = scene.stream(), scene.stream()
+    scene.client.bypass(old, 77, lambda _: None)
+    [a], pieces = ids("a"), list("é".encode())
+    scene.say(Batch([], pack_singles([old.number, a, held.number, pieces[0]])))
+    vocabulary = other_vocabulary()
+    scene.client.use_vocabulary(vocabulary.entries)
+    new_sink = FakeSink()
+    new = Stream(new_sink, vocabulary.detokenizer(), None)
+    scene.limiter.admit(0.0)
+    scene.client.submit(new, [1], SAMPLING)
+    for _ in range(2):
+        scene.say(Batch([], pack_singles([old.number, a, held.number, pieces[1], new.number, a])))
+        scene.say(Batch([Delta(old.number, [a, a])], pack_singles([held.number, pieces[0]])))
+    assert old_sink.text == "a" * 7
+    assert held_sink.text == "éé"
+    assert new_sink.text == f"[{a}]" * 2
+
+
+def test_streams_of_a_model_that_comes_back_go_the_short_way_again() -> None:
+    scene = Scene()
+    stream, sink = scene.stream()
+    scene.client.bypass(stream, 77, lambda _: None)
+    [a] = ids("a")
+    scene.client.use_vocabulary(other_vocabulary().entries)
+    scene.say(Batch([], pack_singles([stream.number, a])))
+    assert (sink.text, stream.plain) == ("a", False)
+    scene.client.use_vocabulary(TOKENIZER.vocabulary.entries)
+    scene.say(Batch([], pack_singles([stream.number, a])))
+    assert (sink.text, stream.plain) == ("aa", True)
+
+
+def test_a_model_that_is_coming_is_prepared_for() -> None:
+    scene = Scene()
+    scene.say(ModelComing("/m"))
+    assert scene.heard() == [ModelPrepared("/m", "")]
+
+
+def test_a_submit_says_what_its_ids_mean() -> None:
+    scene = Scene()
+    stream, _ = scene.stream()
+    scene.heard()
+    stream.tokens = "of b"
+    scene.client.submit(stream, [1], SAMPLING)
+    assert scene.heard() == [Submit(stream.number, [1], SAMPLING, tokens="of b")]

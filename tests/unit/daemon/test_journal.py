@@ -63,7 +63,7 @@ def test_a_stream_goes_on_in_the_next_worker_with_its_name_and_its_usage(life: L
     life.die()
     second = life.submit()
     assert (second.prompt_token_ids, second.sampling) == (first.prompt_token_ids, first.sampling)
-    assert second.emitted_token_ids == [*TOKENIZER.encode("some"), *TOKENIZER.encode(" words")]
+    assert list(second.emitted_token_ids) == [*TOKENIZER.encode("some"), *TOKENIZER.encode(" words")]
     life.peer.connect()
     life.worker.step(" and more", second.stream, reason=FinishReason.LENGTH)
     life.peer.pump()
