@@ -137,7 +137,8 @@ class Engines:
         self.active: Engine | None = None
         self.all: list[Engine] = []
         self._row = 0
-        self._restarts = failover.Restarts(first_restart_s, settings.failover.attempts)
+        self._needed = failover.Restarts(first_restart_s, settings.failover.attempts)
+        self._spare = failover.Restarts(first_restart_s, settings.failover.attempts)  # of one that is to stand by
         self._recovers = False
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -225,8 +226,9 @@ class Engines:
         if engine.role is Role.GONE:
             return
         log.warning("engine %d (%s) died: %s", engine.row, engine.role, detail)
-        if not engine.is_fallback and engine.role is not Role.TRIAL:
-            self._restarts.died(self._loop.time() - engine.ready_s)
+        if not engine.is_fallback and engine.role in {Role.ACTIVE, Role.STANDBY}:
+            restarts = self._needed if engine is self.active else self._spare
+            restarts.died(self._loop.time() - engine.ready_s)
         self._let_go(engine)
         self._owner.engine_ended(engine)
         if engine is not self.active:
@@ -254,8 +256,12 @@ class Engines:
                     await self._changed.wait()
 
     def _wait_s(self) -> float:
-        wait_s = self._restarts.wait_s
-        return wait_s if self.active is None or self.active.is_fallback else max(wait_s, failover.SETTLE_S)
+        return self._needed.wait_s if self._is_needed else max(self._spare.wait_s, failover.SETTLE_S)
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether the next engine is to be the active one."""
+        return self.active is None or self.active.is_fallback
 
     async def _start_one(self) -> None:
         await self._wait_turn()
@@ -264,10 +270,11 @@ class Engines:
         try:
             engine = await self.bring_up(self.settings)
         except EngineDead as exc:
-            self._restarts.failed()
+            (self._needed if self._is_needed else self._spare).failed()
             self._start_failed(str(exc))
         else:
-            self._restarts.succeeded()
+            self._needed.succeeded()
+            self._spare.succeeded()
             self._take_in(engine)
 
     def _take_in(self, engine: Engine) -> None:
@@ -287,9 +294,9 @@ class Engines:
 
     def _start_failed(self, detail: str) -> None:
         log.warning("an engine did not start: %s", detail)
-        if self.active is not None or (self._recovers and not self._restarts.exhausted):
+        if self.active is not None or (self._recovers and not self._needed.exhausted):
             return
-        if self._restarts.exhausted and self.settings.failover.cpu_python:
+        if self._needed.exhausted and self.settings.failover.cpu_python:
             if self._fallback is None or self._fallback.done():
                 self._fallback = self._loop.create_task(self._fall_back())
             if self._recovers:
