@@ -140,6 +140,7 @@ class Engines:
         self._needed = failover.Restarts(first_restart_s, settings.failover.attempts)
         self._spare = failover.Restarts(first_restart_s, settings.failover.attempts)  # of one that is to stand by
         self._recovers = False
+        self._settle_s = 0.0
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_held = False
@@ -237,6 +238,7 @@ class Engines:
             return
         self.active = None
         self._recovers = True
+        self._settle_s = failover.SETTLE_S
         successor = next((other for other in self.all if other.role is Role.STANDBY), None)
         if successor is not None:
             self.choose(successor, failover.CONTINUED)
@@ -256,7 +258,7 @@ class Engines:
                     await self._changed.wait()
 
     def _wait_s(self) -> float:
-        return self._needed.wait_s if self._is_needed else max(self._spare.wait_s, failover.SETTLE_S)
+        return self._needed.wait_s if self._is_needed else max(self._spare.wait_s, self._settle_s)
 
     @property
     def _is_needed(self) -> bool:
@@ -265,6 +267,8 @@ class Engines:
 
     async def _start_one(self) -> None:
         await self._wait_turn()
+        if not self._is_needed:
+            self._settle_s = 0.0
         if self.active is None and not self._recovers:
             self._owner.state_changed(EngineState.STARTING, "")
         try:
