@@ -153,8 +153,10 @@ class Engines:
         self.active: Engine | None = None
         self.all: list[Engine] = []
         self._row = 0
-        self._restarts = failover.Restarts(first_restart_s, settings.failover.attempts)
+        self._needed = failover.Restarts(first_restart_s, settings.failover.attempts)
+        self._spare = failover.Restarts(first_restart_s, settings.failover.attempts)  # of one that is to stand by
         self._recovers = False
+        self._settle_s = 0.0
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_held = False
@@ -288,8 +290,9 @@ class Engines:
         if engine.role is Role.GONE:
             return
         log.warning("engine %d (%s) died: %s", engine.row, engine.role, detail)
-        if not engine.is_fallback and engine.role is not Role.TRIAL:
-            self._restarts.died(self._loop.time() - engine.ready_s)
+        if not engine.is_fallback and engine.role in {Role.ACTIVE, Role.STANDBY}:
+            restarts = self._needed if engine is self.active else self._spare
+            restarts.died(self._loop.time() - engine.ready_s)
         self._let_go(engine)
         self._owner.engine_ended(engine)
         if engine is not self.active:
@@ -298,6 +301,7 @@ class Engines:
             return
         self.active = None
         self._recovers = True
+        self._settle_s = failover.SETTLE_S
         successor = next((other for other in self.all if other.role is Role.STANDBY), None)
         if successor is not None:
             self.choose(successor, failover.CONTINUED)
@@ -317,22 +321,29 @@ class Engines:
                     await self._changed.wait()
 
     def _wait_s(self) -> float:
-        wait_s = self._restarts.wait_s
-        return wait_s if self.active is None or self.active.is_fallback else max(wait_s, failover.SETTLE_S)
+        return self._needed.wait_s if self._is_needed else max(self._spare.wait_s, self._settle_s)
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether the next engine is to be the active one."""
+        return self.active is None or self.active.is_fallback
 
     async def _start_one(self) -> None:
         await self._wait_turn()
         if self._is_replacing:
             return
+        if not self._is_needed:
+            self._settle_s = 0.0
         if self.active is None and not self._recovers:
             self._owner.state_changed(EngineState.STARTING, "")
         try:
             engine = await self.bring_up(self.settings)
         except EngineDead as exc:
-            self._restarts.failed()
+            (self._needed if self._is_needed else self._spare).failed()
             self._start_failed(str(exc))
         else:
-            self._restarts.succeeded()
+            self._needed.succeeded()
+            self._spare.succeeded()
             self._take_in(engine)
 
     def _take_in(self, engine: Engine) -> None:
@@ -360,9 +371,9 @@ class Engines:
 
     def _start_failed(self, detail: str) -> None:
         log.warning("an engine did not start: %s", detail)
-        if self.active is not None or (self._recovers and not self._restarts.exhausted):
+        if self.active is not None or (self._recovers and not self._needed.exhausted):
             return
-        if self._restarts.exhausted and self.settings.failover.cpu_python:
+        if self._needed.exhausted and self.settings.failover.cpu_python:
             if self._fallback is None or self._fallback.done():
                 self._fallback = self._loop.create_task(self._fall_back())
             if self._recovers:

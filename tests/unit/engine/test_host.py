@@ -373,6 +373,18 @@ async def test_starts_of_a_standby_that_fail_do_not_hold_up_the_engine_that_is_n
 
 
 @run
+async def test_both_engines_dead_at_once_are_one_death() -> None:
+    async with scene(start=False) as it:
+        adapters = FakeAdapter(), FakeAdapter(), FakeAdapter()
+        it.start(*adapters, standby=True)
+        await asyncio.sleep(5)
+        for adapter in (adapters[1], adapters[0]):
+            adapter.die("killed")
+        await settle()
+        assert it.states() == ["starting", "ready", "recovering", "ready"]
+
+
+@run
 async def test_generation_that_ended_with_its_engines_last_words_is_ended() -> None:
     async with scene() as it:
         await it.say(Submit(1, [1], Sampling(max_tokens=2)))
