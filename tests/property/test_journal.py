@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from support.fm_worker import TOKENIZER, FmPeer, FmWorker
 
 from seedance.daemon import shared_log
-from seedance.daemon.protocol.fm_messages import End
+from seedance.daemon.protocol.fm_messages import Accept, Error
 from seedance.engine.channel import Abort, Batch, Delta, Submit, encode, pack_singles
 from seedance.engine.request import FinishReason
 
@@ -44,6 +44,7 @@ class Dying(RuleBasedStateMachine):
         self.peer = FmPeer(self.worker)
         self.running: dict[int, tuple[Submit, list[int]]] = {}
         self.asked: dict[int, tuple[int, int]] = {}
+        self.cancelled: set[int] = set()
 
     def teardown(self) -> None:
         try:
@@ -52,9 +53,16 @@ class Dying(RuleBasedStateMachine):
                 self.step(data=None)
                 self.peer.pump(0.2)
             for number, (seed, length) in self.asked.items():
-                assert self.peer.text(number) == expected_text(seed, length)
                 end = self.peer.last(number)
-                assert isinstance(end, End)
+                if isinstance(end, Error):  # it came before there was an engine again, and was not accepted
+                    assert (end.code, self.peer.text(number)) == ("engine_unavailable", "")
+                    assert not any(isinstance(said, Accept) and said.stream == number for said in self.peer.said)
+                    continue
+                if number in self.cancelled:
+                    assert end.finish_reason == "abort"
+                    assert expected_text(seed, length).startswith(self.peer.text(number))
+                    continue
+                assert self.peer.text(number) == expected_text(seed, length)
                 assert end.usage["completion_tokens"] == length
             assert self.worker.service._limiter.statistics().streams == 0
         finally:
@@ -85,6 +93,9 @@ class Dying(RuleBasedStateMachine):
             self.hear()
 
     @rule(data=st.data())
+    def generate(self, data: st.DataObject) -> None:
+        self.step(data)
+
     def step(self, data: st.DataObject | None) -> None:
         """Be the engine: some tokens of some streams, without a turn of the loop."""
         singles: list[int] = []
@@ -133,6 +144,18 @@ class Dying(RuleBasedStateMachine):
             assert self.peer.refusal is None
         self.hear()
 
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        """Have another client of the tenant end a stream; that it has ended is known from the next turn on."""
+        number = data.draw(st.sampled_from(sorted(self.asked)))
+        ids = [answer.id for answer in self.worker.sessions._streams.values() if answer.number == number]
+        if ids:
+            assert self.worker.sessions.cancel(ids[0])
+            self.cancelled.add(number)
+            self.hear()
+            self.turn()
+
     @rule()
     def write_all_anew(self) -> None:
         self.worker.sessions.flush()
@@ -164,6 +187,18 @@ class Dying(RuleBasedStateMachine):
             self.come_back()
             self.worker.ready()
         self.hear()
+
+    @precondition(lambda self: self.connected and self.running)
+    @rule(data=st.data(), steps=st.integers(1, 12), anew=st.booleans())
+    def die_while_nobody_is_there(self, data: st.DataObject, steps: int, anew: bool) -> None:
+        """Kill a worker that has text, and ends, for a client that is away."""
+        self.drop()
+        for _ in range(steps):
+            self.step(data)
+        self.turn()
+        if anew:
+            self.write_all_anew()
+        self.die(arrives=False, is_ready=True)
 
     @property
     def connected(self) -> bool:
