@@ -14,7 +14,7 @@ $(BENCH_BUILD)/%: bench/%.c bench/load.c bench/load.h | $(BENCH_BUILD)
 	$(CC) $(BENCH_CFLAGS) -o $@ $< bench/load.c
 
 .PHONY: bench-programs
-bench-programs: $(addprefix $(BENCH_BUILD)/,fanout_uring fanout_client sse_client)
+bench-programs: $(addprefix $(BENCH_BUILD)/,fanout_uring fanout_client sse_client fm_client)
 
 .PHONY: bench-fanout
 bench-fanout: ## Messages/s beside a C bound and Python servers; last line JSON: BENCH_ARGS="--rounds 3"

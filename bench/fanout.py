@@ -26,7 +26,7 @@ from bench.contender import Contender, Idle, Run, Server
 from bench.contender_seedance import Seedance
 from bench.fanout_peers import SERVERS
 from bench.processes import BenchError
-from bench.report import Spread, draw, machine, percentile, print_result, rounded, save, say, spread, versions
+from bench.report import Spread, draw, machine, percentile, publish, rounded, save, say, spread, turn, versions
 
 OURS: Final = "seedance"
 BOUND: Final = "c-liburing"
@@ -77,12 +77,6 @@ def contender(name: str, arguments: argparse.Namespace) -> Contender:
 def period_ns(connections: int) -> int:
     """Return the pace at which latency is measured: some three times what one core needs for a step."""
     return max(10_000_000, 20_000 * connections)
-
-
-def turn(order: Sequence[str], number: int) -> list[str]:
-    """Return the order of one round: each round begins with another contender."""
-    at = number % len(order)
-    return [*order[at:], *order[:at]]
 
 
 def measure(connections: int, names: Sequence[str], arguments: argparse.Namespace) -> Size:
@@ -254,7 +248,7 @@ def main() -> None:
     sizes = [measure(int(count), names, arguments) for count in arguments.connections.split(",")]
     save(arguments.build / "fanout.json", {"machine": machine(), "sizes": sizes})
     picture(arguments.build / "fanout.png", sizes)
-    print_result(summary(sizes))
+    publish("fanout", summary(sizes), arguments.build)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 
 from bench import payloads, report
 from bench.contender import Idle, Received, Run, latencies, read_times, run_of
-from bench.fanout import Size, idle_bytes, ratios, summary, turn, warnings
+from bench.fanout import Size, idle_bytes, ratios, summary, warnings
 from bench.processes import BenchError, Spent
 
 
@@ -81,8 +81,8 @@ def test_payloads_are_the_same_for_the_same_seed_and_within_their_bounds(tmp_pat
 
 
 def test_each_round_begins_with_another_contender() -> None:
-    assert [turn("abc", number)[0] for number in range(4)] == ["a", "b", "c", "a"]
-    assert turn("abc", 2) == ["c", "a", "b"]
+    assert [report.turn("abc", number)[0] for number in range(4)] == ["a", "b", "c", "a"]
+    assert report.turn("abc", 2) == ["c", "a", "b"]
 
 
 def test_idle_bytes_are_the_average_and_that_of_the_second_half() -> None:
