@@ -93,9 +93,9 @@ class ServerProcess:
             time.sleep(0.5)
         say(f"{self.name} serves")
 
-    def ask(self, body: Mapping[str, Any]) -> Any:
+    def ask(self, body: Mapping[str, Any], tenant: int = 0) -> Any:
         """Return the server's JSON answer to a request. Raises BenchError on an error."""
-        status, text = self._post(body)
+        status, text = self._post(body, tenant)
         if status != http.HTTPStatus.OK:
             raise BenchError(f"cannot go on: {self.name} answered {status} {text[:500]}")
         return json.loads(text)
@@ -144,10 +144,11 @@ class ServerProcess:
         except OSError:
             return False
 
-    def _post(self, body: Mapping[str, Any]) -> tuple[int, str]:
+    def _post(self, body: Mapping[str, Any], tenant: int = 0) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
         try:
-            connection.request("POST", PATH, json.dumps(body), {"Content-Type": "application/json", **self.headers()})
+            fields = {"Content-Type": "application/json", **self.headers(tenant)}
+            connection.request("POST", PATH, json.dumps(body), fields)
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
         finally:
@@ -155,13 +156,14 @@ class ServerProcess:
 
 
 class Seedanced(ServerProcess):
-    """The whole daemon, with so many tenants."""
+    """The whole daemon, with so many tenants; `extra` is more of its configuration."""
 
     NAME = "seedance"
 
-    def __init__(self, model_dir: Path, build: Path, cores: Sequence[int], tenants: int = 1) -> None:
+    def __init__(self, model_dir: Path, build: Path, cores: Sequence[int], tenants: int = 1, extra: str = "") -> None:
         super().__init__(model_dir, build, cores)
         self._keys = [new_key() for _ in range(tenants)]
+        self._extra = extra
 
     def command(self, folder: Path) -> tuple[Sequence[str], Mapping[str, str]]:
         """Write the configuration and return `seedanced` with it."""
@@ -176,6 +178,7 @@ class Seedanced(ServerProcess):
             f'[paths]\nstate = "{folder}/state"\nrun = "{folder}/run"\n'
             f'[engine]\nkind = "vllm"\nmodel = "{self._model_dir}"\nname = "{MODEL}"\nkv = "{KV_BYTES >> 20}MiB"\n'
             f"max_model_len = {MAX_MODEL_LEN}\nmax_streams = {MAX_STREAMS}\nthreads = 1\nenforce_eager = true\n"
+            f"{self._extra}\n"
         )
         return [sys.executable, "-m", "seedance.daemon", "--config", str(config), "--log-level", "warning"], {}
 

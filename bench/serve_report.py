@@ -49,14 +49,16 @@ class Sample(msgspec.Struct, frozen=True):
     tokens_per_event: float
 
 
-def parse_report(data: bytes, ended_s: float) -> ClientReport:
-    """Read a report that was written at `ended_s`. Raises BenchError when requests failed."""
+def parse_report(data: bytes, ended_s: float, tokens: int) -> ClientReport:
+    """Read a report that was written at `ended_s`. Raises BenchError when an answer is missing or has other `tokens`."""
     try:
         detailed = msgspec.json.decode(data, type=_Detailed)
     except msgspec.DecodeError as exc:
         raise BenchError(f"cannot read the load client's report: {exc}") from exc
     if detailed.failed or detailed.completed != detailed.num_prompts:
         raise BenchError(f"cannot use the run: {detailed.completed} of {detailed.num_prompts} requests were answered")
+    if wrong := {length for length in detailed.output_lens if length != tokens}:
+        raise BenchError(f"cannot use the run: answers have {sorted(wrong)} tokens, not {tokens}")
     return ClientReport(
         began_s=ended_s - detailed.duration,
         duration_s=detailed.duration,
