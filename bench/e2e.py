@@ -151,7 +151,8 @@ def picture(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
     def groups(field: str) -> dict[str, dict[str, Spread]]:
         return {
-            f"{record['setting'].concurrency}" + (f" of {record['setting'].tenants}" * (record["setting"].tenants > 1)): {
+            f"{record['setting'].concurrency}"
+            + (f" of {record['setting'].tenants}" * (record["setting"].tenants > 1)): {
                 name: spread([getattr(one, field) for one in samples]) for name, samples in record["rounds"].items()
             }
             for record in records

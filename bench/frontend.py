@@ -109,7 +109,9 @@ def infer_entries(request: Mapping[str, Any]) -> bytes:
     """Return a request to our FM door as `fm_client` takes it, from one to /v1/completions."""
     sampling = {key: value for key, value in request.items() if key not in ("model", "prompt", "stream")}
     entries = {"model": request["model"], "prompt": request["prompt"], "sampling": sampling}
-    return bytes([len(entries) + 1]) + msgspec.msgpack.encode(entries)[1:]  # a map of less than 16 has a head of one byte
+    return (
+        bytes([len(entries) + 1]) + msgspec.msgpack.encode(entries)[1:]
+    )  # a map of less than 16 has a head of one byte
 
 
 def client_of(name: str, server: ServerProcess, body: Mapping[str, Any], arguments: argparse.Namespace) -> LineProcess:

@@ -24,7 +24,20 @@ import msgspec
 
 from bench.openai_servers import MODEL, ServerProcess
 from bench.processes import BenchError, LineProcess, add_core_arguments, private_bytes
-from bench.report import BUILD, Spread, add_ratio, draw, machine, percentile, publish, rounded, save, say, spread, versions
+from bench.report import (
+    BUILD,
+    Spread,
+    add_ratio,
+    draw,
+    machine,
+    percentile,
+    publish,
+    rounded,
+    save,
+    say,
+    spread,
+    versions,
+)
 from seedance.daemon.keys import hash_key, new_key
 
 # Half of the loopback's ports for one address, and what is left of the descriptors beside all others.
@@ -313,7 +326,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tenants", type=int, help="as many as it takes without it")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20.0, help="of one run")
-    parser.add_argument("--hold-seconds", type=float, default=60.0, help="of the last round; 600 shows that none is lost")
+    parser.add_argument(
+        "--hold-seconds", type=float, default=60.0, help="of the last round; 600 shows that none is lost"
+    )
     parser.add_argument("--ping-interval", default="15s", help="the daemon's; 15s is its default")
     add_core_arguments(parser)
     return parser.parse_args()

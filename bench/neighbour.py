@@ -160,7 +160,7 @@ def main() -> None:
             "times": {name: {which: times(each[which]) for which in ("alone", "both")} for name, each in found.items()},
             "machine": machine(),
             "versions": versions(DISTRIBUTIONS),
-        }
+        },
     )
 
 

@@ -178,7 +178,7 @@ def main() -> None:
             "streams": options.streams,
             "machine": machine(),
             "versions": versions(DISTRIBUTIONS),
-        }
+        },
     )
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +49,31 @@ def test_spread_is_the_median_and_its_quartiles() -> None:
 @pytest.mark.parametrize(("percent", "expected"), [(0, 1), (1, 1), (50, 50), (99, 99), (99.5, 100), (100, 100)])
 def test_percentile_is_the_nearest_rank(percent: float, expected: int) -> None:
     assert report.percentile(list(range(100, 0, -1)), percent) == expected
+
+
+def test_a_ratio_is_put_below_its_key_with_quartiles_beside() -> None:
+    result: dict[str, Any] = {"ratio": {"other": {"64": 1.0}}}
+    report.add_ratio(result, "ratio", ["peer", "64"], [1.0, 2.0, 3.0])
+    report.add_ratio(result, "alone", [], [1.0, 2.0, 3.0])
+    assert result == {
+        "ratio": {"other": {"64": 1.0}, "peer": {"64": 2.0}},
+        "ratio_quartiles": {"peer": {"64": [1.5, 2.5]}},
+        "alone": 2.0,
+        "alone_quartiles": [1.5, 2.5],
+    }
+
+
+def test_a_command_can_be_repeated() -> None:
+    assert report.command_of("wire", []) == "make bench-wire"
+    assert report.command_of("wire", ["--tokens", "64"]) == 'make bench-wire BENCH_ARGS="--tokens 64"'
+
+
+def test_a_result_is_kept_as_it_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report.publish("wire", {"fm_bytes_per_token": 22.0}, tmp_path / "build")
+    printed = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "build" / "wire.result.json").read_text()) == printed
+    assert (printed["bench"], printed["fm_bytes_per_token"]) == ("wire", 22.0)
+    assert {"date", "command"} <= set(printed)
 
 
 def test_run_of_counts_from_the_begin_of_the_first_step_to_the_last_arrival() -> None:
