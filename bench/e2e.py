@@ -2,10 +2,10 @@
 
     python -m bench.e2e [--concurrency 1,64,256] [--rounds 5] [--tenants 1,8] [--waves 2]
 
-The client is `vllm-rs bench serve`, 32 tokens in, 128 out. All servers are up at once, with the same model and settings,
-an engine each, and take turns. With several tenants as many clients run at once, each with its part of the concurrency;
-ours gives each a key of its own, vLLM knows no tenants. Progress goes to standard error, raw samples into the build
-folder, and the last line of standard output is one JSON object; `README.md` in this folder explains its keys.
+The client is `vllm-rs bench serve`, 32 tokens in, 128 out. All servers are up at once, with the same model and
+settings, an engine each, and take turns. With several tenants as many clients run at once, each with its part of the
+concurrency; ours gives each a key of its own, vLLM knows no tenants. Progress goes to standard error, raw samples into
+the build folder, and the last line of standard output is one JSON object; `README.md` in this folder explains its keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 from support.tiny_model import tiny_model
 
 from bench.openai_servers import MODEL, PATH, PEERS, Seedanced, ServerProcess
-from bench.processes import BenchError, add_core_arguments
+from bench.processes import BenchError, add_core_arguments, end_in_order
 from bench.report import BUILD, Spread, add_ratio, draw, machine, publish, rounded, save, say, spread, turn, versions
 from bench.serve_report import ClientReport, Sample, combined, parse_report
 from bench.vllm_rust import vllm_rust
@@ -188,6 +188,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Run the comparison and print its result."""
+    end_in_order()
     arguments = parse_arguments()
     arguments.build = arguments.build.resolve()
     arguments.build.mkdir(parents=True, exist_ok=True)

@@ -23,8 +23,8 @@ import msgspec
 from support.tiny_model import tiny_model
 from tokenizers import Tokenizer
 
-from bench.openai_servers import MODEL, PEERS, Seedanced, ServerProcess
-from bench.processes import BenchError, LineProcess, add_core_arguments, spent
+from bench.openai_servers import MODEL, PEERS, SERVERS, Seedanced, ServerProcess
+from bench.processes import BenchError, LineProcess, add_core_arguments, end_in_order, spent
 from bench.report import BUILD, Spread, add_ratio, draw, machine, publish, rounded, save, say, spread, turn, versions
 from seedance.daemon.protocol.fm_frame import frame
 from seedance.daemon.protocol.fm_messages import Hello, encode_payload
@@ -226,6 +226,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Run the comparison and print its result."""
+    end_in_order()
     arguments = parse_arguments()
     arguments.build = arguments.build.resolve()
     names = arguments.lanes.split(",")
@@ -236,8 +237,8 @@ def main() -> None:
     body = body_of(prompt, arguments.tokens, stream=True)
     with ExitStack() as stack:
         servers: dict[str, ServerProcess] = {}
-        for kind in (Seedanced, *PEERS):
-            if not any(name == kind.NAME or name in FM_LANES and kind is Seedanced for name in names):
+        for kind in SERVERS:
+            if kind.NAME not in {OURS if name in FM_LANES else name for name in names}:
                 continue
             servers[kind.NAME] = server = kind(model_dir, arguments.build, arguments.server_cores)
             stack.callback(server.stop)

@@ -23,7 +23,7 @@ from typing import Any, Final
 import msgspec
 
 from bench.openai_servers import MODEL, ServerProcess
-from bench.processes import BenchError, LineProcess, add_core_arguments, private_bytes
+from bench.processes import BenchError, LineProcess, add_core_arguments, end_in_order, private_bytes
 from bench.report import (
     BUILD,
     Spread,
@@ -105,9 +105,10 @@ class IdleServer(ServerProcess):
     def command(self, folder: Path) -> tuple[Sequence[str], Mapping[str, str]]:
         """Write the configuration and return `seedanced` with it."""
         (folder / "tenants.d").mkdir()
+        most = self._streams
         for number, key in enumerate(self._keys):
             (folder / "tenants.d" / f"bench{number}.toml").write_text(
-                f'keys = ["{hash_key(key)}"]\n[tokens]\nstreams = {self._streams}\n[requests]\nqueue = {self._streams}\n'
+                f'keys = ["{hash_key(key)}"]\n[tokens]\nstreams = {most}\n[requests]\nqueue = {most}\n'
             )
         addresses = ", ".join(f'"{self.address(tenant)}"' for tenant in range(len(self._keys)))
         config = folder / "seedanced.toml"
@@ -268,7 +269,7 @@ def run_round(server: IdleServer, idle: Clients, busy: Clients, arguments: argpa
 
 
 def summary(rounds: Sequence[Round], tenants: int, streams: int) -> dict[str, Any]:
-    """Return the result, as `README.md` explains it. Memory is that of the first round: later ones find it allocated."""
+    """Return the result, as `README.md` explains it. Memory is the first round's: later ones find it allocated."""
     connections, first = rounds[0].connections, rounds[0]
     held = [phase for one in rounds for phase in one.held]
     result: dict[str, Any] = {
@@ -326,9 +327,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tenants", type=int, help="as many as it takes without it")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20.0, help="of one run")
-    parser.add_argument(
-        "--hold-seconds", type=float, default=60.0, help="of the last round; 600 shows that none is lost"
-    )
+    parser.add_argument("--hold-seconds", type=float, default=60.0, help="of the last round")
     parser.add_argument("--ping-interval", default="15s", help="the daemon's; 15s is its default")
     add_core_arguments(parser)
     return parser.parse_args()
@@ -336,6 +335,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Run the comparison and print its result."""
+    end_in_order()
     arguments = parse_arguments()
     arguments.build = arguments.build.resolve()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

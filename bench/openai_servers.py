@@ -239,4 +239,5 @@ class VllmRustServer(VllmServer):
         return argv, environment
 
 
-PEERS: Final[tuple[type[VllmServer], ...]] = (VllmServer, VllmRustServer)
+PEERS: Final[tuple[type[ServerProcess], ...]] = (VllmServer, VllmRustServer)
+SERVERS: Final[tuple[type[ServerProcess], ...]] = (Seedanced, *PEERS)

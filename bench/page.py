@@ -90,7 +90,7 @@ SECTIONS: Final = (
     Section(
         "fanout",
         "Messages to many connections",
-        "Our worker, from the engine's channel to the socket, beside a server in C that only sends, and Python servers.",
+        "Our worker, from the engine's channel to the socket, beside a C server that only sends, and Python servers.",
         "connections",
         (
             Row("messages/s over the C bound", "ratio_c_liburing"),
@@ -188,7 +188,7 @@ def shown(figure: Any, quartiles: Any) -> str:
 
 
 def lines_of(result: Result, rows: Sequence[Row]) -> list[tuple[str, dict[str, str]]]:
-    """Return the lines of a table, as label and cells by column. A figure by peer and number is a line for each peer."""
+    """Return the lines of a table: label, and cells by column. A figure by peer and number is a line for each peer."""
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
         quartiles = dict(leaves(value_at(result, row.key + QUARTILES)))

@@ -24,8 +24,17 @@ class BenchError(Exception):
     """The comparison cannot go on; the text says why."""
 
 
+def end_in_order() -> None:
+    """Have SIGTERM unwind this process, so that it ends what it has started."""
+
+    def terminated(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, terminated)
+
+
 def default_cores() -> tuple[str, str]:
-    """Return the cores of a server and of its clients, as lists for the command line: all but the last, and the last."""
+    """Return the cores of a server and of its clients, as the command line has them: all but the last, and the last."""
     usable = sorted(os.sched_getaffinity(0))
     return ",".join(map(str, usable[:-1] or usable)), str(usable[-1])
 

@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import msgspec
 
-
 BUILD: Final = Path("build/bench")
 RESULT: Final = ".result.json"
 QUARTILES: Final = "_quartiles"
@@ -98,7 +97,7 @@ def say(text: str) -> None:
 
 
 def add_ratio(result: dict[str, Any], key: str, at: Sequence[str], samples: Sequence[float]) -> None:
-    """Put the median of a ratio's samples into a result, below `key` and the names in `at`, and its quartiles beside."""
+    """Put the median of a ratio into a result, below `key` and the names in `at`, and its quartiles beside."""
     figure = spread(samples)
     for name, value in (
         (key, rounded(figure.median)),

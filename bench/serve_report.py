@@ -13,7 +13,8 @@ from bench.report import percentile
 class _Detailed(msgspec.Struct):
     """The fields of the program's report that are used (version 0.32.0); times are in seconds.
 
-    `itls` has, for each request, the times between the events that brought text. `start_times` are from the run's begin.
+    `itls` has, for each request, the times between the events that brought text; `start_times` count from the run's
+    begin.
     """
 
     num_prompts: int
@@ -50,7 +51,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 def parse_report(data: bytes, ended_s: float, tokens: int) -> ClientReport:
-    """Read a report that was written at `ended_s`. Raises BenchError when an answer is missing or has other `tokens`."""
+    """Read a report that was written at `ended_s`. Raises BenchError when an answer lacks any of its `tokens`."""
     try:
         detailed = msgspec.json.decode(data, type=_Detailed)
     except msgspec.DecodeError as exc:

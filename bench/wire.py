@@ -21,8 +21,8 @@ import msgspec
 from support.tiny_model import tiny_model
 
 from bench.frontend import PROMPT_WORDS
-from bench.openai_servers import MODEL, PEERS, Seedanced, ServerProcess
-from bench.processes import BenchError, add_core_arguments
+from bench.openai_servers import MODEL, SERVERS, Seedanced, ServerProcess
+from bench.processes import BenchError, add_core_arguments, end_in_order
 from bench.report import BUILD, Spread, draw, machine, publish, rounded, save, say, spread, versions
 from bench.wire_client import Answer, ask_fm, ask_json, ask_sse
 
@@ -43,7 +43,7 @@ DOORS: Final[dict[str, tuple[str, Ask]]] = {
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One answer; `segments` are TCP segments with data of the server's, `sent_bytes` what its client sent meanwhile."""
+    """One answer; `segments` are the server's TCP segments with data, `sent_bytes` what its client sent meanwhile."""
 
     door: str
     tokens: int
@@ -180,6 +180,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Run the comparison and print its result."""
+    end_in_order()
     arguments = parse_arguments()
     arguments.build = arguments.build.resolve()
     doors = arguments.doors.split(",")
@@ -187,7 +188,7 @@ def main() -> None:
         raise BenchError(f"cannot ask {', '.join(sorted(unknown))}: the doors are {', '.join(DOORS)}")
     with ExitStack() as stack:
         servers: dict[str, ServerProcess] = {}
-        for kind in (Seedanced, *PEERS):
+        for kind in SERVERS:
             if all(DOORS[door][0] != kind.NAME for door in doors):
                 continue
             servers[kind.NAME] = kind(arguments.model or tiny_model(), arguments.build, arguments.server_cores)

@@ -209,24 +209,17 @@ def ask_json(server: ServerProcess, body: Mapping[str, Any]) -> Answer:
 def ask_fm(server: ServerProcess, body: Mapping[str, Any]) -> Answer:
     """Ask /v2/stream, in a session of its own; the client's ACKs count as sent, its HELLO and INFER do not."""
     sampling = {key: value for key, value in body.items() if key not in ("model", "prompt", "stream")}
+    infer = Infer(stream=1, model=body["model"], prompt=body["prompt"], sampling=sampling)
     with Connection(server) as connection:
         socket_ = WebSocket(connection, server, "/v2/stream", FM)
         session = ClientSession("bench-wire")
         session.connect(time.monotonic())
         data: list[bytes] = []
         while True:
-            for message in session.data_to_send(time.monotonic()):
-                socket_.send(_BINARY, message)
-            try:
-                for message in socket_.messages(session.next_timer() - time.monotonic()):
-                    session.receive_data(message, time.monotonic())
-            except TimeoutError:
-                session.timer_fired(time.monotonic())
-            for event in session.events_received():
+            for event in fm_events(session, socket_):
                 if isinstance(event, Welcomed):
-                    session.infer(Infer(stream=1, model=body["model"], prompt=body["prompt"], sampling=sampling))
-                    for message in session.data_to_send(time.monotonic()):
-                        socket_.send(_BINARY, message)
+                    session.infer(infer)
+                    flush(session, socket_)
                     connection.sent_bytes = 0
                 elif isinstance(event, Tokens):
                     data.append(event.data)
@@ -234,3 +227,20 @@ def ask_fm(server: ServerProcess, body: Mapping[str, Any]) -> Answer:
                     return connection.answer(b"".join(data).decode(), len(data))
                 elif isinstance(event, Error):
                     raise BenchError(f"cannot go on: /v2/stream answered {event.code}: {event.message}")
+
+
+def flush(session: ClientSession, socket_: WebSocket) -> None:
+    """Send what the session has to send."""
+    for message in session.data_to_send(time.monotonic()):
+        socket_.send(_BINARY, message)
+
+
+def fm_events(session: ClientSession, socket_: WebSocket) -> list[Any]:
+    """Send what is due, wait for something to come or a timer, and return the events."""
+    flush(session, socket_)
+    try:
+        for message in socket_.messages(session.next_timer() - time.monotonic()):
+            session.receive_data(message, time.monotonic())
+    except TimeoutError:
+        session.timer_fired(time.monotonic())
+    return list(session.events_received())

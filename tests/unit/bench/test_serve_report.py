@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def report(**changes: Any) -> bytes:
 
 
 def client(began_s: float, arrivals_s: list[float], *, duration_s: float = 10.0, tokens: int = 4) -> ClientReport:
-    gaps = tuple(later - earlier for earlier, later in zip(arrivals_s, arrivals_s[1:], strict=False))
+    gaps = tuple(later - earlier for earlier, later in pairwise(arrivals_s))
     return ClientReport(began_s, duration_s, tokens, (arrivals_s[0],), gaps, tuple(arrivals_s))
 
 
