@@ -33,8 +33,11 @@ BOUND: Final = "c-liburing"
 PYTHON: Final = ("websockets-broadcast", "websockets-send", "uvicorn")
 """The contenders of which `ratio_best_python` takes the best."""
 
-INFORMATION: Final = ("picows", "seedance-epoll")
-"""May take part, but enter no ratio of the acceptance: a Cython library, and our own fall-back."""
+PLAIN: Final = "c-send"
+"""The bound's twin, with a `send` for each message."""
+
+INFORMATION: Final = (PLAIN, "aiohttp", "picows", "seedance-epoll")
+"""May take part, but enter no other ratio: C without io_uring, more libraries, and our own fall-back."""
 
 PACED: Final = (OURS, BOUND)
 """Whose latency is measured."""
@@ -70,7 +73,9 @@ def contender(name: str, arguments: argparse.Namespace) -> Contender:
     if name.startswith(OURS):
         io = name.removeprefix(OURS).lstrip("-") or "auto"
         return Seedance(build, tiny_model(), server_core, client_core, io)
-    argv = [str(build / "fanout_uring")] if name == BOUND else [sys.executable, "-m", "bench.fanout_peers", name]
+    argv = [sys.executable, "-m", "bench.fanout_peers", name]
+    if name in (BOUND, PLAIN):
+        argv = [str(build / "fanout_uring"), *(["--plain"] if name == PLAIN else [])]
     return Server(name, argv, build, server_core, client_core)
 
 

@@ -95,6 +95,9 @@ SECTIONS: Final = (
         (
             Row("messages/s over the C bound", "ratio_c_liburing"),
             Row("messages/s over the best Python server", "ratio_best_python"),
+            Row("messages/s over C with a `send` each", "ratio_c_send"),
+            Row("messages/s over `aiohttp`", "ratio_aiohttp"),
+            Row("messages/s over `picows`", "ratio_picows"),
             Row("step to socket, p99, µs", "step_to_socket_p99_us"),
             Row("step to socket, p99, µs, C bound", "step_to_socket_p99_us_c_liburing"),
         ),
