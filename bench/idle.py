@@ -45,6 +45,7 @@ MOST_PER_TENANT: Final = 14_000
 DESCRIPTORS_USED: Final = 0.7
 TOKENS_PER_S: Final = 20
 STREAMING: Final = 0.01
+LEAST_MESSAGES: Final = 0.1
 SETTLE_S: Final = 3.0
 CONNECT_S: Final = 600.0
 DISTRIBUTIONS: Final = ("msgspec", "tokenizers")
@@ -165,7 +166,9 @@ def parts(total: int, count: int) -> list[int]:
 
 
 def phase_of(gaps_us: Sequence[int], streams: int, seconds: float) -> Phase:
-    """Return what all streams saw in so many seconds."""
+    """Return what all streams saw in so many seconds. Raises BenchError when they brought next to nothing."""
+    if len(gaps_us) < streams * seconds * TOKENS_PER_S * LEAST_MESSAGES:
+        raise BenchError(f"cannot go on: {streams} streams brought {len(gaps_us)} messages in {seconds:.0f} s")
     return Phase(
         messages=len(gaps_us),
         gap_p50_us=percentile(gaps_us, 50),
@@ -344,7 +347,8 @@ def main() -> None:
     arguments.streams = max(tenants, round(arguments.connections * STREAMING))
     rounds = []
     with ExitStack() as stack:
-        most = max(parts(arguments.streams, tenants))
+        # Those of the last run may not be over yet.
+        most = 2 * max(parts(arguments.streams, tenants))
         server = IdleServer(arguments.build, arguments.server_cores, tenants, most, arguments.ping_interval)
         stack.callback(server.stop)
         server.start()

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from bench.idle import MOST_PER_TENANT, Memory, Phase, Round, kernel_bytes, parts, phase_of, summary, tenants_for
+from bench.processes import BenchError
 
 MEMINFO = "MemTotal:       24000000 kB\nSlab:             100000 kB\nSReclaimable:      40000 kB\n"
 SOCKSTAT = "sockets: used 16\nTCP: inuse 1 orphan 0 tw 0 alloc 1 mem 25\nUDP: inuse 0 mem 3\n"
@@ -49,6 +50,11 @@ def test_a_phase_has_percentiles_and_tells_what_was_put_together() -> None:
     seen = phase_of(list(range(1, 1001)), streams=10, seconds=10.0)
     assert (seen.gap_p50_us, seen.gap_p99_us, seen.gap_p999_us) == (500, 990, 999)
     assert seen.tokens_per_message == pytest.approx(2.0)  # 10 streams, 20 tokens/s, 10 s: 2,000 tokens
+
+
+def test_streams_that_bring_next_to_nothing_are_no_phase() -> None:
+    with pytest.raises(BenchError, match="10 streams brought 3 messages in 10 s"):
+        phase_of([1, 2, 3], streams=10, seconds=10.0)
 
 
 def test_the_ratio_is_formed_within_rounds_and_memory_is_the_first_rounds() -> None:
