@@ -11,6 +11,8 @@ the build folder, and the last line of standard output is one JSON object; `READ
 from __future__ import annotations
 
 import argparse
+import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -22,7 +24,9 @@ from typing import Any, Final
 
 import msgspec
 from support.tiny_model import tiny_model
+from tokenizers import Tokenizer
 
+from bench.frontend import PROMPT_WORDS, cut_to
 from bench.openai_servers import MODEL, PATH, PEERS, Seedanced, ServerProcess
 from bench.processes import BenchError, add_core_arguments, end_in_order
 from bench.report import BUILD, Spread, add_ratio, draw, machine, publish, rounded, save, say, spread, turn, versions
@@ -65,14 +69,27 @@ def settings_of(concurrency: Sequence[int], tenants: Sequence[int]) -> list[Sett
     return [Setting(many, size) for many in tenants for size in concurrency if size % many == 0]
 
 
+def write_prompts(path: Path, tokenizer: Tokenizer, count: int, seed: int) -> None:
+    """Write so many texts of exactly INPUT_TOKENS, which differ from their first words on, as the client reads them.
+
+    Its own random ones it has counted by the server, where that can, and changes them: servers would get other work.
+    """
+    source = random.Random(seed)
+    words = sorted(set(PROMPT_WORDS.split()))
+    with path.open("w") as file:
+        for _ in range(count):
+            text = " ".join(source.choices(words, k=2 * INPUT_TOKENS))
+            file.write(json.dumps({"prompt": cut_to(tokenizer, text, INPUT_TOKENS)}) + "\n")
+
+
 def client_command(
-    program: Path, server: ServerProcess, model_dir: Path, tenant: int, size: int, requests: int, seed: int
+    program: Path, server: ServerProcess, model_dir: Path, tenant: int, size: int, requests: int
 ) -> list[str]:
     """Return the load client of one tenant; its report's place is added by the caller."""
     argv = [str(program), "bench", "serve", "--backend", "openai", "--base-url", f"http://{server.target}"]
-    argv += ["--endpoint", PATH, "--model", MODEL, "--tokenizer", str(model_dir), "--dataset-name", "random"]
-    argv += ["--random-input-len", str(INPUT_TOKENS), "--random-output-len", str(OUTPUT_TOKENS), "--ignore-eos"]
-    argv += ["--num-prompts", str(requests), "--max-concurrency", str(size), "--seed", str(seed)]
+    argv += ["--endpoint", PATH, "--model", MODEL, "--tokenizer", str(model_dir), "--dataset-name", "custom"]
+    argv += ["--custom-output-len", str(OUTPUT_TOKENS), "--skip-chat-template", "--disable-shuffle", "--ignore-eos"]
+    argv += ["--num-prompts", str(requests), "--max-concurrency", str(size)]
     argv += ["--temperature", "0.8", "--disable-tqdm", "--no-steady-state", "--save-result", "--save-detailed"]
     for name, value in server.headers(tenant).items():
         argv += ["--header", f"{name}={value}"]
@@ -86,10 +103,10 @@ def run_clients(server: ServerProcess, setting: Setting, seed: int, arguments: a
     with tempfile.TemporaryDirectory(prefix="seedance-bench-") as folder, ExitStack() as stack:
         processes = []
         for tenant in range(setting.tenants):
-            argv = client_command(
-                arguments.program, server, arguments.model_dir, tenant, size, requests, 1000 * seed + tenant
-            )
-            argv += ["--result-dir", folder, "--result-filename", f"{tenant}.json"]
+            prompts = Path(folder) / f"{tenant}.jsonl"
+            write_prompts(prompts, arguments.tokenizer, requests, 1000 * seed + tenant)
+            argv = client_command(arguments.program, server, arguments.model_dir, tenant, size, requests)
+            argv += ["--dataset-path", str(prompts), "--result-dir", folder, "--result-filename", f"{tenant}.json"]
             log = stack.enter_context((arguments.build / f"vllm-rs-{tenant}.log").open("wb"))
             pinned = ["taskset", "--cpu-list", ",".join(map(str, arguments.client_cores)), *argv]
             processes.append(subprocess.Popen(pinned, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
@@ -193,6 +210,7 @@ def main() -> None:
     arguments.build = arguments.build.resolve()
     arguments.build.mkdir(parents=True, exist_ok=True)
     arguments.program, arguments.model_dir = vllm_rust(), tiny_model()
+    arguments.tokenizer = Tokenizer.from_file(str(arguments.model_dir / "tokenizer.json"))
     with ExitStack() as stack:
         servers: dict[str, ServerProcess] = {}
         names = arguments.servers.split(",")

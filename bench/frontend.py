@@ -78,11 +78,15 @@ class Round(msgspec.Struct, frozen=True):
 def prompt_of(tokenizer_json: Path, tokens: int) -> str:
     """Return a text of exactly so many tokens, special ones that the tokenizer adds included."""
     tokenizer = Tokenizer.from_file(str(tokenizer_json))
-    text = " ".join([PROMPT_WORDS] * (1 + tokens // 4))
+    return cut_to(tokenizer, " ".join([PROMPT_WORDS] * (1 + tokens // 4)), tokens)
+
+
+def cut_to(tokenizer: Tokenizer, text: str, tokens: int) -> str:
+    """Return the beginning of a text that has exactly so many tokens. Raises BenchError where there is none."""
     for end in range(len(text), 0, -1):
         if len(tokenizer.encode(text[:end]).ids) == tokens:
             return text[:end]
-    raise BenchError(f"cannot make a prompt of {tokens} tokens with '{tokenizer_json}'")
+    raise BenchError(f"cannot cut '{text[:40]}…' to {tokens} tokens")
 
 
 def body_of(prompt: str, tokens: int, *, stream: bool) -> dict[str, Any]:

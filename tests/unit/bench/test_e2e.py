@@ -1,6 +1,11 @@
 from __future__ import annotations
 
-from bench.e2e import Setting, settings_of, summary
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from bench.e2e import INPUT_TOKENS, Setting, settings_of, summary, write_prompts
 from bench.serve_report import Sample
 
 
@@ -43,3 +48,14 @@ def test_without_ours_there_is_no_ratio() -> None:
     result = summary([{"setting": Setting(1, 1), "rounds": {"vllm-python": [sample(50.0)]}}])
     assert "throughput_ratio" not in result
     assert result["by_server"]["vllm-python"]["1"]["tokens_per_s"] == 50.0
+
+
+def test_prompts_have_so_many_tokens_and_differ(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    for name in ("a", "b"):
+        write_prompts(tmp_path / name, tokenizer, 20, seed=1)
+    texts = [json.loads(line)["prompt"] for line in (tmp_path / "a").read_text().splitlines()]
+    assert len(set(texts)) == 20
+    assert {len(tokenizer.encode(text).ids) for text in texts} == {INPUT_TOKENS}
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
