@@ -83,7 +83,10 @@ def prompt_of(tokenizer_json: Path, tokens: int) -> str:
 
 def cut_to(tokenizer: Tokenizer, text: str, tokens: int) -> str:
     """Return the beginning of a text that has exactly so many tokens. Raises BenchError where there is none."""
-    for end in range(len(text), 0, -1):
+    offsets = tokenizer.encode(text).offsets
+    # Where that token ends; the cut may divide the text otherwise.
+    likely = offsets[tokens - 1][1] + 2 if len(offsets) > tokens else len(text)
+    for end in range(min(likely, len(text)), 0, -1):
         if len(tokenizer.encode(text[:end]).ids) == tokens:
             return text[:end]
     raise BenchError(f"cannot cut '{text[:40]}…' to {tokens} tokens")
