@@ -16,7 +16,7 @@ export ENGINE MODEL PORT STATE PREFIX DESTDIR SYSTEM_PYTHON PURGE WHEELHOUSE
 
 .PHONY: help
 help: ## This list
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
+	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
 .PHONY: run
 run: ## Serve a model: ENGINE=vllm|synthetic MODEL=hub-name|path|file.gguf PORT=8000 STATE=dir

@@ -14,7 +14,19 @@ $(BENCH_BUILD)/%: bench/%.c bench/load.c bench/load.h | $(BENCH_BUILD)
 	$(CC) $(BENCH_CFLAGS) -o $@ $< bench/load.c
 
 .PHONY: bench-programs
-bench-programs: $(addprefix $(BENCH_BUILD)/,fanout_uring fanout_client sse_client)
+bench-programs: $(addprefix $(BENCH_BUILD)/,fanout_uring fanout_client sse_client fm_client)
+
+BENCHES := frontend e2e wire fanout idle scheduler neighbour isolation
+
+.PHONY: bench
+bench: ## All comparisons with their own arguments, one after the other, then docs/performance.md; some hours
+	@for name in $(BENCHES); do $(MAKE) bench-$$name BENCH_ARGS=; done
+	@$(MAKE) bench-page
+
+.PHONY: bench-page
+bench-page: ## docs/performance.md from the results in build/bench
+	@$(SETUP) base bench
+	@$(BENCH_ENV) $(PY) -m bench.page
 
 .PHONY: bench-fanout
 bench-fanout: ## Messages/s beside a C bound and Python servers; last line JSON: BENCH_ARGS="--rounds 3"
@@ -23,10 +35,26 @@ bench-fanout: ## Messages/s beside a C bound and Python servers; last line JSON:
 	@$(BENCH_ENV) $(PY) -m bench.fanout $(BENCH_ARGS)
 
 .PHONY: bench-frontend
-bench-frontend: ## CPU time per token beside vLLM's own server; last line JSON: BENCH_ARGS="--rounds 3"
+bench-frontend: ## CPU time per token beside vLLM's own servers; last line JSON: BENCH_ARGS="--rounds 3"
 	@$(SETUP) base bench engine
 	@$(MAKE) bench-programs >&2
 	@$(BENCH_ENV) $(PY) -m bench.frontend $(BENCH_ARGS)
+
+.PHONY: bench-e2e
+bench-e2e: ## Throughput and latency beside vLLM's own servers; last line JSON: BENCH_ARGS="--rounds 3"
+	@$(SETUP) base bench engine
+	@$(BENCH_ENV) $(PY) -m bench.e2e $(BENCH_ARGS)
+
+.PHONY: bench-wire
+bench-wire: ## Bytes per token of each door; last line JSON: BENCH_ARGS="--tokens 512"
+	@$(SETUP) base bench engine
+	@$(BENCH_ENV) $(PY) -m bench.wire $(BENCH_ARGS)
+
+.PHONY: bench-idle
+bench-idle: ## 100,000 idle WebSockets; last line JSON: BENCH_ARGS="--connections 100000 --hold-seconds 600"
+	@$(SETUP) base bench
+	@$(MAKE) bench-programs >&2
+	@$(BENCH_ENV) $(PY) -m bench.idle $(BENCH_ARGS)
 
 .PHONY: bench-scheduler
 bench-scheduler: ## Shares kept, and throughput beside vLLM's own scheduler; last line JSON: BENCH_ARGS="--seconds 60"

@@ -26,15 +26,18 @@ from bench.contender import Contender, Idle, Run, Server
 from bench.contender_seedance import Seedance
 from bench.fanout_peers import SERVERS
 from bench.processes import BenchError
-from bench.report import Spread, draw, machine, percentile, print_result, rounded, save, say, spread, versions
+from bench.report import Spread, draw, machine, percentile, publish, rounded, save, say, spread, turn, versions
 
 OURS: Final = "seedance"
 BOUND: Final = "c-liburing"
 PYTHON: Final = ("websockets-broadcast", "websockets-send", "uvicorn")
 """The contenders of which `ratio_best_python` takes the best."""
 
-INFORMATION: Final = ("picows", "seedance-epoll")
-"""May take part, but enter no ratio of the acceptance: a Cython library, and our own fall-back."""
+PLAIN: Final = "c-send"
+"""The bound's twin, with a `send` for each message."""
+
+INFORMATION: Final = (PLAIN, "aiohttp", "picows", "seedance-epoll")
+"""May take part, but enter no other ratio: C without io_uring, more libraries, and our own fall-back."""
 
 PACED: Final = (OURS, BOUND)
 """Whose latency is measured."""
@@ -70,19 +73,15 @@ def contender(name: str, arguments: argparse.Namespace) -> Contender:
     if name.startswith(OURS):
         io = name.removeprefix(OURS).lstrip("-") or "auto"
         return Seedance(build, tiny_model(), server_core, client_core, io)
-    argv = [str(build / "fanout_uring")] if name == BOUND else [sys.executable, "-m", "bench.fanout_peers", name]
+    argv = [sys.executable, "-m", "bench.fanout_peers", name]
+    if name in (BOUND, PLAIN):
+        argv = [str(build / "fanout_uring"), *(["--plain"] if name == PLAIN else [])]
     return Server(name, argv, build, server_core, client_core)
 
 
 def period_ns(connections: int) -> int:
     """Return the pace at which latency is measured: some three times what one core needs for a step."""
     return max(10_000_000, 20_000 * connections)
-
-
-def turn(order: Sequence[str], number: int) -> list[str]:
-    """Return the order of one round: each round begins with another contender."""
-    at = number % len(order)
-    return [*order[at:], *order[:at]]
 
 
 def measure(connections: int, names: Sequence[str], arguments: argparse.Namespace) -> Size:
@@ -254,7 +253,7 @@ def main() -> None:
     sizes = [measure(int(count), names, arguments) for count in arguments.connections.split(",")]
     save(arguments.build / "fanout.json", {"machine": machine(), "sizes": sizes})
     picture(arguments.build / "fanout.png", sizes)
-    print_result(summary(sizes))
+    publish("fanout", summary(sizes), arguments.build)
 
 
 if __name__ == "__main__":

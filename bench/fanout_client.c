@@ -17,6 +17,10 @@
  *                           write
  *   feed STEPS              write one batch a step, the next one when half of the last has arrived: received …
  *   pace STEPS PERIOD FILE  write one batch every PERIOD ns, and write the arrival times: received …
+ *   gaps                    begin to keep the times      watching
+ *                           between the messages of
+ *                           each connection
+ *   gaps FILE               write them and keep no more  gaps COUNT lost
  *   counters                                             counters …
  *   close                   close all connections        closed N
  *   quit
@@ -26,7 +30,7 @@
  * sets the pace), first_ns, last_ns (arrivals), busy_ns (rounds of the loop that found something), lost (connections that the server closed;
  * the first one ends the run).
  * Times are CLOCK_MONOTONIC. A file of arrival times holds native u64: STEPS start times (0 when unknown), then for
- * each connection STEPS arrival times. A file of batches holds, for each, a native u32 length and the bytes.
+ * each connection STEPS arrival times. One of gaps holds native u32, in µs. A file of batches holds, for each, a native u32 length and the bytes.
  */
 
 #define _GNU_SOURCE
@@ -65,6 +69,7 @@ struct conn {
 	bool ends_message; /* the frame whose payload is under way is the last one of a message */
 	uint64_t payload_left;
 	uint32_t steps;	   /* messages since the counters were set to zero */
+	uint64_t last_ns;  /* of the last message while gaps are kept, 0 before it */
 	char *head;	   /* the response so far, while UPGRADING */
 	size_t head_bytes;
 };
@@ -92,6 +97,8 @@ static struct {
 	uint64_t *times;   /* see the head of this file; NULL when arrival times are not wanted */
 	char times_path[512];
 	uint64_t steps;
+	uint32_t *gaps; /* NULL while none are kept */
+	size_t gap_count, gap_room;
 
 	uint8_t *batch_bytes;
 	struct batch *batches;
@@ -196,8 +203,24 @@ static void send_masked(struct conn *conn, uint8_t opcode, const uint8_t *payloa
 	send_all(conn->fd, frame, at + 4 + bytes);
 }
 
+static void keep_gap(struct conn *conn, uint64_t now_ns)
+{
+	if (conn->last_ns) {
+		if (c.gap_count == c.gap_room) {
+			c.gap_room *= 2;
+			c.gaps = realloc(c.gaps, c.gap_room * sizeof *c.gaps);
+			if (!c.gaps)
+				die("cannot keep %zu gaps", c.gap_room);
+		}
+		c.gaps[c.gap_count++] = (uint32_t)((now_ns - conn->last_ns) / 1000);
+	}
+	conn->last_ns = now_ns;
+}
+
 static void message_arrived(struct conn *conn, uint64_t now_ns)
 {
+	if (c.gaps)
+		keep_gap(conn, now_ns);
 	if (c.now.messages++ == 0)
 		c.now.first_ns = now_ns;
 	c.now.last_ns = now_ns;
@@ -512,6 +535,27 @@ static void send_message(const char *text)
 	reply("sent %zu", sent);
 }
 
+static void begin_gaps(void)
+{
+	for (size_t i = 0; i < c.conn_count; i++)
+		c.conns[i].last_ns = 0;
+	c.gap_count = 0;
+	c.gap_room = 1 << 16;
+	c.gaps = realloc(c.gaps, c.gap_room * sizeof *c.gaps);
+	reply("watching");
+}
+
+static void write_gaps(const char *path)
+{
+	FILE *file = fopen(path, "wb");
+
+	if (!file || fwrite(c.gaps, sizeof *c.gaps, c.gap_count, file) != c.gap_count || fclose(file))
+		die("cannot write %s: %s", path, strerror(errno));
+	free(c.gaps);
+	c.gaps = NULL;
+	reply("gaps %zu %llu", c.gap_count, (unsigned long long)c.now.lost);
+}
+
 static void obey(char *line)
 {
 	char path[512];
@@ -533,6 +577,10 @@ static void obey(char *line)
 		start_feeding(a, 0, NULL);
 	} else if (sscanf(line, "pace %llu %llu %511s", &a, &b, path) == 3) {
 		start_feeding(a, b, path);
+	} else if (!strcmp(line, "gaps")) {
+		begin_gaps();
+	} else if (sscanf(line, "gaps %511s", path) == 1) {
+		write_gaps(path);
 	} else if (!strcmp(line, "counters")) {
 		say_counters("counters");
 	} else if (!strcmp(line, "close")) {

@@ -135,6 +135,32 @@ async def uvicorn(fleet: Fleet, sock: socket.socket) -> AsyncIterator[Step]:
 
 
 @asynccontextmanager
+async def aiohttp(fleet: Fleet, sock: socket.socket) -> AsyncIterator[Step]:
+    """`aiohttp`, by `await response.send_bytes(payload)`."""
+    library = importlib.import_module("aiohttp.web")
+
+    async def handle(request: Any) -> Any:
+        response = library.WebSocketResponse(compress=False, autoping=False)
+        await response.prepare(request)
+        fleet.joined(response)
+        async for _ in response:
+            pass
+        return response
+
+    async def step(number: int) -> None:
+        for response, payload in fleet.frames(number):
+            await response.send_bytes(payload)
+        await asyncio.sleep(0)
+
+    application = library.Application()
+    application.router.add_get("/", handle)
+    runner = library.AppRunner(application, access_log=None)
+    await runner.setup()
+    await library.SockSite(runner, sock, backlog=BACKLOG).start()
+    yield step
+
+
+@asynccontextmanager
 async def picows(fleet: Fleet, sock: socket.socket) -> AsyncIterator[Step]:
     """`picows`, a WebSocket library in Cython: shown for information, not a Python server in the same sense."""
     library = importlib.import_module("picows")
@@ -158,6 +184,7 @@ SERVERS = {
     "websockets-broadcast": websockets_broadcast,
     "websockets-send": websockets_send,
     "uvicorn": uvicorn,
+    "aiohttp": aiohttp,
     "picows": picows,
 }
 

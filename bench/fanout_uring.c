@@ -8,7 +8,9 @@
  * the socket --steps-fd, which stands for the engine's message; without that socket, as soon as the sends of the last
  * are done. Nothing is received once the connections are upgraded.
  *
- *   fanout_uring --payloads FILE --connections N [--steps-fd FD]
+ * With --plain each frame is sent by a send() of its own, as servers on epoll do.
+ *
+ *   fanout_uring --payloads FILE --connections N [--steps-fd FD] [--plain]
  *                                                     listening PORT, then ready once N connections are upgraded
  *
  * Commands on standard input, each answered by one line:
@@ -48,6 +50,7 @@ static struct io_uring ring;
 static int *fds;
 static size_t connections;
 static int steps_fd = -1;
+static int plain;
 static const uint8_t **payloads; /* each begins with its length */
 static size_t payload_count;
 static uint8_t frames[CHUNK][FRAME_ROOM];
@@ -133,18 +136,40 @@ static void reap(const size_t *lengths)
 	io_uring_cq_advance(&ring, count);
 }
 
+static size_t make_frame(uint8_t *frame, size_t i, uint64_t number)
+{
+	const uint8_t *payload = payloads[(i + number * STRIDE) % payload_count];
+
+	frame[0] = 0x82;
+	memcpy(frame + 1, payload, 1 + payload[0]);
+	return 2 + payload[0];
+}
+
+static void plain_step(uint64_t number)
+{
+	for (size_t i = 0; i < connections; i++) {
+		size_t length = make_frame(frames[0], i, number);
+		ssize_t sent = send(fds[i], frames[0], length, MSG_NOSIGNAL | MSG_DONTWAIT);
+
+		if (sent < 0 && errno != EAGAIN)
+			die("cannot send to connection %zu: %s", i, strerror(errno));
+		if (sent == (ssize_t)length)
+			continue;
+		partial_sends++;
+		sent = sent > 0 ? sent : 0;
+		send_all(fds[i], frames[0] + sent, length - (size_t)sent);
+	}
+}
+
 static void step(uint64_t number)
 {
 	size_t lengths[CHUNK];
 
 	for (size_t i = 0; i < connections; i++) {
-		const uint8_t *payload = payloads[(i + number * STRIDE) % payload_count];
 		size_t slot = i % CHUNK;
 		struct io_uring_sqe *sqe = io_uring_get_sqe(&ring);
 
-		frames[slot][0] = 0x82;
-		memcpy(frames[slot] + 1, payload, 1 + payload[0]);
-		lengths[slot] = 2 + payload[0];
+		lengths[slot] = make_frame(frames[slot], i, number);
 		io_uring_prep_send(sqe, fds[i], frames[slot], lengths[slot],
 				   MSG_NOSIGNAL | MSG_WAITALL | MSG_DONTWAIT);
 		sqe->flags |= IOSQE_CQE_SKIP_SUCCESS;
@@ -189,7 +214,10 @@ static void run(uint64_t steps, uint64_t period_ns, const char *starts_path)
 		else
 			await_engine();
 		starts[k] = now_ns();
-		step(number++);
+		if (plain)
+			plain_step(number++);
+		else
+			step(number++);
 	}
 	if (starts_path) {
 		file = fopen(starts_path, "wb");
@@ -221,7 +249,7 @@ int main(int argc, char **argv)
 {
 	static const struct option options[] = {
 		{"payloads", required_argument, 0, 'p'}, {"connections", required_argument, 0, 'c'},
-		{"steps-fd", required_argument, 0, 's'}, {0}};
+		{"steps-fd", required_argument, 0, 's'}, {"plain", no_argument, &plain, 1}, {0}};
 	int option, error;
 
 	while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {
@@ -231,7 +259,7 @@ int main(int argc, char **argv)
 			connections = strtoul(optarg, NULL, 10);
 		else if (option == 's')
 			steps_fd = atoi(optarg);
-		else
+		else if (option)
 			die("usage: fanout_uring --payloads FILE --connections N [--steps-fd FD]");
 	}
 	if (!payload_count || !connections)

@@ -25,7 +25,7 @@ from vm.systemd_image import LIB, TESTS_SITE, find_image
 from vm.systemd_install import GUEST_ROOT, install
 
 from bench.isolation_guest import LimitSamples
-from bench.report import machine, print_result, rounded, save, say
+from bench.report import machine, publish, rounded, save, say
 
 SET: Final[dict[str, float]] = {
     "cpu_cores": isolation.CPU_CORES,
@@ -78,7 +78,6 @@ def result(samples: Samples) -> dict[str, Any]:
     for name, by_connections in limits.wire.items():
         measured[f"{name}_bytes_per_s"] = farthest(by_connections, SET[f"{name}_bytes_per_s"])
     return {
-        "bench": "isolation",
         "set": SET,
         "measured": {name: rounded(value) for name, value in measured.items()},
         "error": {name.partition("_")[0]: rounded(measured[name] / limit - 1) for name, limit in SET.items()},
@@ -114,7 +113,7 @@ def main() -> int:
         print(f"cannot measure isolation: {exc}", file=sys.stderr)
         return 1
     save(Path("build/bench/isolation.json"), samples)
-    print_result(result(samples))
+    publish("isolation", result(samples))
     return 0
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from bench.engines import BenchEngine, Request, prompt_of
-from bench.report import machine, percentile, print_result, rounded, save, say, versions
+from bench.report import machine, percentile, publish, rounded, save, say, versions
 
 FLOODER: Final = 1
 NEIGHBOUR: Final = 2
@@ -150,9 +150,9 @@ def main() -> None:
     save(Path("build/bench/neighbour.json"), found)
     ours, plain = found["seedance"], found["plain"]
     share = ours["both"].neighbour_share
-    print_result(
+    publish(
+        "neighbour",
         {
-            "bench": "neighbour",
             **ratios(ours["alone"], ours["flood"], ours["both"], share),
             "plain": ratios(plain["alone"], plain["flood"], plain["both"], share),
             "neighbour_share": rounded(share),
@@ -160,7 +160,7 @@ def main() -> None:
             "times": {name: {which: times(each[which]) for which in ("alone", "both")} for name, each in found.items()},
             "machine": machine(),
             "versions": versions(DISTRIBUTIONS),
-        }
+        },
     )
 
 

@@ -1,4 +1,4 @@
-"""The two OpenAI servers of the front-end comparison: how each is started, asked, accounted for, and ended."""
+"""The OpenAI servers of the comparisons: how each is started, asked, accounted for, and ended."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from typing import Any, ClassVar, Final
 
 from bench.processes import STOP_S, BenchError, command_line, descendants, end, process_name
 from bench.report import say
+from bench.vllm_rust import engine_version, needs_metadata, vllm_rust, write_metadata
 from seedance.daemon.keys import hash_key, new_key
 
 MODEL: Final = "bench"
 START_S: Final = 240.0
 PATH: Final = "/v1/completions"
 
-# Both engines get these.
+# All engines get these.
 MAX_MODEL_LEN: Final = 2048
 MAX_STREAMS: Final = 256
 KV_BYTES: Final = 1 << 30
+PYTHON: Final = (sys.executable, "-W", "ignore::DeprecationWarning")
 UNIPROC: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
@@ -45,13 +47,14 @@ def role(pid: int) -> str:
 
 
 class ServerProcess:
-    """A server as a family of processes; what differs between servers is in the subclasses."""
+    """A server as a family of processes, on `cores`; what differs between servers is in the subclasses."""
 
     NAME: ClassVar[str]
 
-    def __init__(self, model_dir: Path, build: Path) -> None:
+    def __init__(self, model_dir: Path, build: Path, cores: Sequence[int]) -> None:
         self.name = self.NAME
         self._model_dir = model_dir
+        self._cores = cores
         self._log = build / f"{self.NAME}.log"
         self._port = free_port()
         self._folder = tempfile.TemporaryDirectory(prefix="seedance-bench-")
@@ -66,8 +69,8 @@ class ServerProcess:
         """Return how to start the server, with what in the environment; `folder` is its own."""
         raise NotImplementedError
 
-    def headers(self) -> dict[str, str]:
-        """Return headers that every request needs."""
+    def headers(self, tenant: int = 0) -> dict[str, str]:
+        """Return headers that every request of a tenant needs; a server may know no tenants."""
         return {}
 
     def is_engine(self, pid: int) -> bool:
@@ -77,6 +80,7 @@ class ServerProcess:
     def start(self) -> None:
         """Start the server and wait until it serves. Raises BenchError when it does not."""
         argv, extra = self.command(Path(self._folder.name))
+        argv = ["taskset", "--cpu-list", ",".join(map(str, self._cores)), *argv]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 argv, env={**os.environ, **extra}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -89,9 +93,9 @@ class ServerProcess:
             time.sleep(0.5)
         say(f"{self.name} serves")
 
-    def ask(self, body: Mapping[str, Any]) -> Any:
+    def ask(self, body: Mapping[str, Any], tenant: int = 0) -> Any:
         """Return the server's JSON answer to a request. Raises BenchError on an error."""
-        status, text = self._post(body)
+        status, text = self._post(body, tenant)
         if status != http.HTTPStatus.OK:
             raise BenchError(f"cannot go on: {self.name} answered {status} {text[:500]}")
         return json.loads(text)
@@ -140,10 +144,11 @@ class ServerProcess:
         except OSError:
             return False
 
-    def _post(self, body: Mapping[str, Any]) -> tuple[int, str]:
+    def _post(self, body: Mapping[str, Any], tenant: int = 0) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
         try:
-            connection.request("POST", PATH, json.dumps(body), {"Content-Type": "application/json", **self.headers()})
+            fields = {"Content-Type": "application/json", **self.headers(tenant)}
+            connection.request("POST", PATH, json.dumps(body), fields)
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
         finally:
@@ -151,32 +156,35 @@ class ServerProcess:
 
 
 class Seedanced(ServerProcess):
-    """The whole daemon, with one tenant."""
+    """The whole daemon, with so many tenants; `extra` is more of its configuration."""
 
     NAME = "seedance"
 
-    def __init__(self, model_dir: Path, build: Path) -> None:
-        super().__init__(model_dir, build)
-        self._key = new_key()
+    def __init__(self, model_dir: Path, build: Path, cores: Sequence[int], tenants: int = 1, extra: str = "") -> None:
+        super().__init__(model_dir, build, cores)
+        self._keys = [new_key() for _ in range(tenants)]
+        self._extra = extra
 
     def command(self, folder: Path) -> tuple[Sequence[str], Mapping[str, str]]:
         """Write the configuration and return `seedanced` with it."""
         (folder / "tenants.d").mkdir()
-        (folder / "tenants.d" / "bench.toml").write_text(
-            f'keys = ["{hash_key(self._key)}"]\n[tokens]\nstreams = 4096\n[requests]\nqueue = 4096\n'
-        )
+        for number, key in enumerate(self._keys):
+            (folder / "tenants.d" / f"bench{number}.toml").write_text(
+                f'keys = ["{hash_key(key)}"]\n[tokens]\nstreams = 4096\n[requests]\nqueue = 4096\n'
+            )
         config = folder / "seedanced.toml"
         config.write_text(
             f'[listen]\ntcp = ["{self.target}"]\n'
             f'[paths]\nstate = "{folder}/state"\nrun = "{folder}/run"\n'
             f'[engine]\nkind = "vllm"\nmodel = "{self._model_dir}"\nname = "{MODEL}"\nkv = "{KV_BYTES >> 20}MiB"\n'
             f"max_model_len = {MAX_MODEL_LEN}\nmax_streams = {MAX_STREAMS}\nthreads = 1\nenforce_eager = true\n"
+            f"{self._extra}\n"
         )
         return [sys.executable, "-m", "seedance.daemon", "--config", str(config), "--log-level", "warning"], {}
 
-    def headers(self) -> dict[str, str]:
+    def headers(self, tenant: int = 0) -> dict[str, str]:
         """Return the tenant's key."""
-        return {"Authorization": f"Bearer {self._key}"}
+        return {"Authorization": f"Bearer {self._keys[tenant]}"}
 
     def is_engine(self, pid: int) -> bool:
         """Say whether this is the fork server of the engine cores, or one of them."""
@@ -190,22 +198,46 @@ class VllmServer(ServerProcess):
 
     def command(self, folder: Path) -> tuple[Sequence[str], Mapping[str, str]]:
         """Return the server's module: the `vllm` command needs the metadata of a package that may be absent."""
-        argv = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "vllm.entrypoints.openai.api_server"]
-        argv += ["--model", str(self._model_dir), "--served-model-name", MODEL]
-        argv += ["--host", "127.0.0.1", "--port", str(self._port)]
+        argv = [*PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model_dir)]
+        argv += [*self._arguments(), "--uvicorn-log-level", "error", "--disable-uvicorn-access-log"]
+        return argv, self._environment(folder)
+
+    def is_engine(self, pid: int) -> bool:
+        """Say whether this is an engine core or a worker of one: both name themselves."""
+        return process_name(pid).startswith("VLLM::")
+
+    def _arguments(self) -> list[str]:
+        argv = ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self._port)]
         argv += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_STREAMS)]
         argv += ["--kv-cache-memory-bytes", str(KV_BYTES), "--enforce-eager", "--disable-log-stats"]
-        argv += ["--distributed-executor-backend", UNIPROC]
-        argv += ["--uvicorn-log-level", "error", "--disable-uvicorn-access-log"]
-        environment = {
+        return [*argv, "--distributed-executor-backend", UNIPROC]
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        return {
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HOST_IP": "127.0.0.1",
             "TMPDIR": str(folder),
         }
+
+
+class VllmRustServer(VllmServer):
+    """vLLM's own OpenAI server with its Rust front end: the same engine, the same settings."""
+
+    NAME = "vllm-rust"
+
+    def command(self, folder: Path) -> tuple[Sequence[str], Mapping[str, str]]:
+        """Return `vllm serve` with the front end's program, which only that command starts."""
+        environment = self._environment(folder)
+        environment |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(vllm_rust())}
+        if needs_metadata():
+            write_metadata(folder / "metadata", engine_version())
+            paths = [str(folder / "metadata"), os.environ.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        argv = [*PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", str(self._model_dir), *self._arguments()]
         return argv, environment
 
-    def is_engine(self, pid: int) -> bool:
-        """Say whether this is an engine core or a worker of one: both name themselves."""
-        return process_name(pid).startswith("VLLM::")
+
+PEERS: Final[tuple[type[ServerProcess], ...]] = (VllmServer, VllmRustServer)
+SERVERS: Final[tuple[type[ServerProcess], ...]] = (Seedanced, *PEERS)

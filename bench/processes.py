@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import selectors
@@ -21,6 +22,33 @@ _TICK_NS: Final = 10**9 // os.sysconf("SC_CLK_TCK")
 
 class BenchError(Exception):
     """The comparison cannot go on; the text says why."""
+
+
+def end_in_order() -> None:
+    """Have SIGTERM unwind this process, so that it ends what it has started."""
+
+    def terminated(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, terminated)
+
+
+def default_cores() -> tuple[str, str]:
+    """Return the cores of a server and of its clients, as the command line has them: all but the last, and the last."""
+    usable = sorted(os.sched_getaffinity(0))
+    return ",".join(map(str, usable[:-1] or usable)), str(usable[-1])
+
+
+def add_core_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--server-cores` and `--client-cores`."""
+    server, client = default_cores()
+    parser.add_argument("--server-cores", type=parse_cores, default=parse_cores(server), help="e.g. 0,1,2")
+    parser.add_argument("--client-cores", type=parse_cores, default=parse_cores(client), help="e.g. 3")
+
+
+def parse_cores(text: str) -> list[int]:
+    """Read a list of processors such as "0,1"."""
+    return [int(number) for number in text.split(",")]
 
 
 class LineProcess:

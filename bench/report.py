@@ -1,4 +1,4 @@
-"""What both comparisons do with their figures: medians with their spread, the machine, files, a picture."""
+"""What all comparisons do with their figures: medians with their spread, the machine, files, a picture."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ import json
 import os
 import platform
 import re
+import shlex
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+
+BUILD: Final = Path("build/bench")
+RESULT: Final = ".result.json"
+QUARTILES: Final = "_quartiles"
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -61,6 +67,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def turn(order: Sequence[str], number: int) -> list[str]:
+    """Return the order of one round: each round begins with another contender."""
+    at = number % len(order)
+    return [*order[at:], *order[:at]]
+
+
 def versions(names: Sequence[str]) -> dict[str, str | None]:
     """Return the installed version of each distribution, None where it is missing."""
     found: dict[str, str | None] = {}
@@ -84,10 +96,33 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def print_result(result: Mapping[str, Any]) -> None:
-    """Print the one line of JSON that programs read."""
+def add_ratio(result: dict[str, Any], key: str, at: Sequence[str], samples: Sequence[float]) -> None:
+    """Put the median of a ratio into a result, below `key` and the names in `at`, and its quartiles beside."""
+    figure = spread(samples)
+    for name, value in (
+        (key, rounded(figure.median)),
+        (f"{key}{QUARTILES}", [rounded(figure.low), rounded(figure.high)]),
+    ):
+        place, path = result, [name, *at]
+        for part in path[:-1]:
+            place = place.setdefault(part, {})
+        place[path[-1]] = value
+
+
+def command_of(name: str, arguments: Sequence[str]) -> str:
+    """Return how a person repeats a run."""
+    words = shlex.join(arguments)
+    return f'make bench-{name} BENCH_ARGS="{words}"' if words else f"make bench-{name}"
+
+
+def publish(name: str, result: Mapping[str, Any], build: Path = BUILD) -> None:
+    """Keep a result with its date and command where `page` finds it, and print it: one line of JSON for programs."""
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    whole = {"bench": name, "date": date, "command": command_of(name, sys.argv[1:]), **result}
+    build.mkdir(parents=True, exist_ok=True)
+    (build / f"{name}{RESULT}").write_text(json.dumps(whole, indent=1) + "\n")
     sys.stderr.flush()
-    print(json.dumps(result), flush=True)
+    print(json.dumps(whole), flush=True)
 
 
 def draw(path: Path, panels: Sequence[tuple[str, str, Mapping[str, Mapping[str, Spread]]]]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.engines import BenchEngine, prompt_of
-from bench.report import machine, print_result, rounded, save, say, spread, versions
+from bench.report import machine, publish, rounded, save, say, spread, versions
 from seedance.engine.ledger import Ledger
 from seedance.engine.scheduling import PolicySettings, TenantLimits
 from seedance.engine.token_scheduler import TokenScheduler
@@ -163,9 +163,9 @@ def main() -> None:
     ratio = spread([found["seedance"] / found["plain"] for found in rounds])
     policy = spread(policy_us)
     save(Path("build/bench/scheduler.json"), {"rounds": rounds, "shares": kept, "policy_us": policy_us})
-    print_result(
+    publish(
+        "scheduler",
         {
-            "bench": "scheduler",
             "share_error": rounded(max(abs(kept[row] - share) for row, share in SHARES.items())),
             "throughput_ratio_plain": rounded(ratio.median),
             "throughput_ratio_plain_quartiles": [rounded(ratio.low), rounded(ratio.high)],
@@ -178,7 +178,7 @@ def main() -> None:
             "streams": options.streams,
             "machine": machine(),
             "versions": versions(DISTRIBUTIONS),
-        }
+        },
     )
 
 

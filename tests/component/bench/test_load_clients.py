@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import shutil
 import socket
 import subprocess
@@ -10,17 +11,45 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.contender import read_times
+from bench.frontend import infer_entries
 from bench.processes import LineProcess
+from seedance.daemon.protocol.fm_frame import frame as fm_frame
+from seedance.daemon.protocol.fm_frame import split_message
+from seedance.daemon.protocol.fm_messages import (
+    Accept,
+    Ack,
+    End,
+    Hello,
+    Infer,
+    Message,
+    Ping,
+    Pong,
+    Tokens,
+    Welcome,
+    decode_payload,
+    encode_payload,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 WAIT_S = 20.0
 UPGRADED = (
     b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n"
+)
+WELCOME = Welcome(
+    session_id="s",
+    epoch=1,
+    resume_token="t",
+    resume_for_ms=1000,
+    oldest_seq=1,
+    next_seq=1,
+    last_seq=0,
+    window=128,
 )
 
 
@@ -29,7 +58,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
     build = tmp_path_factory.mktemp("bench")
-    for name in ("fanout_client", "sse_client"):
+    for name in ("fanout_client", "sse_client", "fm_client"):
         command = ["cc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", str(build / name)]
         subprocess.run([*command, str(ROOT / f"bench/{name}.c"), str(ROOT / "bench/load.c")], check=True)
     return build
@@ -263,3 +292,107 @@ def serving(listener: socket.socket, answer: bytes, cut: Callable[[bytes], list[
     for thread in threads:
         thread.start()
     yield
+
+
+def test_gaps_between_messages_are_kept_by_connection(programs: Path, tmp_path: Path) -> None:
+    path = tmp_path / "gaps"
+    with listening() as (listener, target), client([str(programs / "fanout_client"), "--connect", target]) as load:
+        load.tell("connect 2")
+        connections = [accept(listener), accept(listener)]
+        for connection in connections:
+            read_head(connection)
+            connection.sendall(UPGRADED)
+        load.hear("connected", WAIT_S)
+        load.ask("gaps", "watching")
+        begun_ns = time.monotonic_ns()
+        for connection, count in zip(connections, (3, 1), strict=True):
+            connection.sendall(frame(1, b"x") * count)
+        while fields(load.ask("counters", "counters"))["messages"] < 4:
+            pass
+        assert load.ask(f"gaps {path}", "gaps") == ["2", "0"]
+        elapsed_us = (time.monotonic_ns() - begun_ns) // 1000
+        for connection in connections:
+            connection.close()
+    gaps = array.array("I", path.read_bytes())
+    assert len(gaps) == 2
+    assert sum(gaps) <= elapsed_us
+
+
+def unmasked(data: bytes) -> tuple[list[tuple[int, bytes]], bytes]:
+    """Return the whole frames of a client whose masks are zero, and what is left."""
+    found = []
+    while len(data) >= 2:
+        head, size = 6, data[1] & 0x7F
+        if size == 126:
+            head, size = 8, int.from_bytes(data[2:4])
+        if len(data) < head + size:
+            break
+        found.append((data[0] & 0x0F, data[head : head + size]))
+        data = data[head + size :]
+    return found, data
+
+
+class FmPeer:
+    """The server's end of one connection."""
+
+    def __init__(self, connection: socket.socket, cut: Callable[[bytes], list[bytes]]) -> None:
+        self._connection = connection
+        self._cut = cut
+        self._rest = b""
+        self.heard: list[Message] = []
+
+    def hear(self, kind: type, count: int) -> list[Any]:
+        """Wait until so many messages of a kind have come in all, and return them."""
+        while len(found := [message for message in self.heard if isinstance(message, kind)]) < count:
+            frames, self._rest = unmasked(self._rest + self._connection.recv(65536))
+            for _, payload in frames:
+                for _, at, end in split_message(payload, 1 << 20):
+                    self.heard.append(decode_payload(payload, at, end))
+        return found
+
+    def say(self, *messages: tuple[int, Message]) -> None:
+        """Send messages with their sequence numbers, in one WebSocket message."""
+        payload = b"".join(fm_frame(seq, encode_payload(message)) for seq, message in messages)
+        send_cut(self._connection, frame(2, payload), self._cut)
+
+
+@pytest.mark.parametrize("cut", [whole, in_bytes, in_sevens])
+def test_fm_streams_are_counted_and_acked_however_they_are_cut(
+    programs: Path, tmp_path: Path, cut: Callable[[bytes], list[bytes]]
+) -> None:
+    hello, infer = tmp_path / "hello", tmp_path / "infer"
+    hello.write_bytes(fm_frame(0, encode_payload(Hello(client_id="bench"))))
+    infer.write_bytes(infer_entries({"model": "m", "prompt": "Once", "max_tokens": 40, "stream": True}))
+    argv = [str(programs / "fm_client"), "--header", "Authorization: Bearer k", "--streams-per-session", "2"]
+    argv += ["--hello", str(hello), "--infer", str(infer)]
+    with listening() as (listener, target), client([*argv, "--connect", target]) as load:
+        load.tell("round 2")
+        with accept(listener) as connection:
+            head = read_head(connection)
+            assert b"\r\nSec-WebSocket-Protocol: seedance.fm.v1\r\nAuthorization: Bearer k\r\n" in head
+            connection.sendall(UPGRADED)
+            peer = FmPeer(connection, cut)
+            assert peer.hear(Hello, 1) == [Hello(client_id="bench")]
+            peer.say((0, WELCOME))
+            seq = 1
+            for number in (1, 2):  # the second round is in the same session
+                if number == 2:
+                    load.tell("round 2")
+                streams = [ask.stream for ask in peer.hear(Infer, 2 * number)[-2:]]
+                assert streams == [2 * number - 1, 2 * number]
+                for stream in streams:
+                    peer.say((seq, Accept(stream=stream, id="x" * 32)))
+                    seq += 1
+                for _ in range(40):
+                    peer.say(*((seq + i, Tokens(stream, 0, b" word")) for i, stream in enumerate(streams)))
+                    seq += 2
+                peer.say(*((seq + i, End(stream=stream, finish_reason="length")) for i, stream in enumerate(streams)))
+                seq += 2
+                counted = fields(load.hear("finished", WAIT_S))
+                assert (counted["streams"], counted["done"], counted["events"]) == (2, 2, 80)
+                assert counted["start_ns"] <= counted["first_ns"] <= counted["end_ns"]
+            # 168 frames: an ACK of what came for each 32 at least, and none of what did not.
+            acks = peer.hear(Ack, 4)
+            assert all(ack.seq < seq and ack.credit == 128 for ack in acks)
+            peer.say((0, Ping(opaque=b"12345678")))
+            assert peer.hear(Pong, 1) == [Pong(opaque=b"12345678")]

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import payloads, report
 from bench.contender import Idle, Received, Run, latencies, read_times, run_of
-from bench.fanout import Size, idle_bytes, ratios, summary, turn, warnings
+from bench.fanout import Size, idle_bytes, ratios, summary, warnings
 from bench.processes import BenchError, Spent
 
 
@@ -49,6 +51,31 @@ def test_percentile_is_the_nearest_rank(percent: float, expected: int) -> None:
     assert report.percentile(list(range(100, 0, -1)), percent) == expected
 
 
+def test_a_ratio_is_put_below_its_key_with_quartiles_beside() -> None:
+    result: dict[str, Any] = {"ratio": {"other": {"64": 1.0}}}
+    report.add_ratio(result, "ratio", ["peer", "64"], [1.0, 2.0, 3.0])
+    report.add_ratio(result, "alone", [], [1.0, 2.0, 3.0])
+    assert result == {
+        "ratio": {"other": {"64": 1.0}, "peer": {"64": 2.0}},
+        "ratio_quartiles": {"peer": {"64": [1.5, 2.5]}},
+        "alone": 2.0,
+        "alone_quartiles": [1.5, 2.5],
+    }
+
+
+def test_a_command_can_be_repeated() -> None:
+    assert report.command_of("wire", []) == "make bench-wire"
+    assert report.command_of("wire", ["--tokens", "64"]) == 'make bench-wire BENCH_ARGS="--tokens 64"'
+
+
+def test_a_result_is_kept_as_it_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report.publish("wire", {"fm_bytes_per_token": 22.0}, tmp_path / "build")
+    printed = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "build" / "wire.result.json").read_text()) == printed
+    assert (printed["bench"], printed["fm_bytes_per_token"]) == ("wire", 22.0)
+    assert {"date", "command"} <= set(printed)
+
+
 def test_run_of_counts_from_the_begin_of_the_first_step_to_the_last_arrival() -> None:
     made = run_of(received(), 64, 10, Spent(cpu_ns=1_920_000, user_ns=640_000))
     assert made.messages_per_s == pytest.approx(640 / 1e-3)
@@ -81,8 +108,8 @@ def test_payloads_are_the_same_for_the_same_seed_and_within_their_bounds(tmp_pat
 
 
 def test_each_round_begins_with_another_contender() -> None:
-    assert [turn("abc", number)[0] for number in range(4)] == ["a", "b", "c", "a"]
-    assert turn("abc", 2) == ["c", "a", "b"]
+    assert [report.turn("abc", number)[0] for number in range(4)] == ["a", "b", "c", "a"]
+    assert report.turn("abc", 2) == ["c", "a", "b"]
 
 
 def test_idle_bytes_are_the_average_and_that_of_the_second_half() -> None:

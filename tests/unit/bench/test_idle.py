@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from bench.idle import MOST_PER_TENANT, Memory, Phase, Round, kernel_bytes, parts, phase_of, summary, tenants_for
+from bench.processes import BenchError
+
+MEMINFO = "MemTotal:       24000000 kB\nSlab:             100000 kB\nSReclaimable:      40000 kB\n"
+SOCKSTAT = "sockets: used 16\nTCP: inuse 1 orphan 0 tw 0 alloc 1 mem 25\nUDP: inuse 0 mem 3\n"
+
+
+def phase(p99_us: int) -> Phase:
+    return Phase(messages=1000, gap_p50_us=50_000, gap_p99_us=p99_us, gap_p999_us=2 * p99_us, tokens_per_message=1.0)
+
+
+def round_of(without_us: int, with_us: list[int], *, workers: int = 900_000, dropped: int = 0) -> Round:
+    return Round(
+        connections=1000,
+        without=phase(without_us),
+        connect_s=0.5,
+        grown=Memory(workers, 100_000, 8_000_000),
+        held=[phase(one) for one in with_us],
+        held_s=40.0,
+        dropped=dropped,
+    )
+
+
+def test_the_kernels_part_is_slabs_and_tcp_buffers() -> None:
+    assert kernel_bytes(MEMINFO, SOCKSTAT) == 100_000 * 1024 + 25 * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("connections", "descriptors", "tenants"), [(100_000, 20_000, 8), (14_000, 20_000, 1), (100_000, 1 << 20, 8)]
+)
+def test_there_are_as_many_tenants_as_descriptors_and_ports_ask_for(
+    connections: int, descriptors: int, tenants: int
+) -> None:
+    assert tenants_for(connections, descriptors) == tenants
+    assert max(parts(connections, tenants)) <= min(MOST_PER_TENANT, descriptors)
+
+
+def test_parts_differ_by_one_at_most_and_are_the_whole() -> None:
+    assert parts(10, 4) == [3, 3, 2, 2]
+    assert sum(parts(100_000, 7)) == 100_000
+
+
+def test_a_phase_has_percentiles_and_tells_what_was_put_together() -> None:
+    seen = phase_of(list(range(1, 1001)), streams=10, seconds=10.0)
+    assert (seen.gap_p50_us, seen.gap_p99_us, seen.gap_p999_us) == (500, 990, 999)
+    assert seen.tokens_per_message == pytest.approx(2.0)  # 10 streams, 20 tokens/s, 10 s: 2,000 tokens
+
+
+def test_streams_that_bring_next_to_nothing_are_no_phase() -> None:
+    with pytest.raises(BenchError, match="10 streams brought 3 messages in 10 s"):
+        phase_of([1, 2, 3], streams=10, seconds=10.0)
+
+
+def test_the_ratio_is_formed_within_rounds_and_memory_is_the_first_rounds() -> None:
+    rounds = [round_of(50_000, [55_000]), round_of(100_000, [100_000, 110_000, 120_000], workers=0, dropped=2)]
+    result = summary(rounds, tenants=1, streams=10)
+    assert result["gap_p99_ratio"] == pytest.approx(1.1)
+    assert result["user_bytes_per_connection"] == 900
+    assert result["kernel_bytes_per_connection"] == 4000
+    assert result["kernel_bytes_both_ends"] == 8000
+    assert result["accepts_per_s"] == 2000.0
+    assert result["dropped"] == 2
