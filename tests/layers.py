@@ -69,11 +69,11 @@ LAYERS: Final = (
             (str(_BIN / "mypy"),),
         ),
     ),
-    Layer("unit", 180),
+    Layer("unit", 300),
     Layer("property", 300),
     Layer("fuzz", 180),
     Layer("bpf", 300),
-    Layer("component", 900),
+    Layer("component", 1200),
     Layer("packaging", 300),
     Layer(
         "vm",

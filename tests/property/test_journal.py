@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from support.fm_worker import TOKENIZER, FmPeer, FmWorker
 
 from seedance.daemon import shared_log
+from seedance.daemon.fm_answer import FmAnswer
 from seedance.daemon.protocol.fm_messages import Accept, Error
 from seedance.engine.channel import Abort, Batch, Delta, Submit, encode, pack_singles
 from seedance.engine.request import FinishReason
@@ -149,7 +150,8 @@ class Dying(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         """Have another client of the tenant end a stream; that it has ended is known from the next turn on."""
         number = data.draw(st.sampled_from(sorted(self.asked)))
-        ids = [answer.id for answer in self.worker.sessions._streams.values() if answer.number == number]
+        answers = [answer for answer in self.worker.sessions._streams.values() if isinstance(answer, FmAnswer)]
+        ids = [answer.id for answer in answers if answer.number == number]
         if ids:
             assert self.worker.sessions.cancel(ids[0])
             self.cancelled.add(number)
