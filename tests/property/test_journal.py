@@ -80,7 +80,7 @@ class Dying(RuleBasedStateMachine):
             if isinstance(told, Submit):
                 assert told.sampling.seed is not None
                 ids = expected_ids(told.sampling.seed, told.sampling.max_tokens)
-                assert told.emitted_token_ids == ids[: len(told.emitted_token_ids)]
+                assert list(told.emitted_token_ids) == ids[: len(told.emitted_token_ids)]
                 self.running[told.stream] = told, ids[len(told.emitted_token_ids) :]
             elif isinstance(told, Abort):
                 for number in told.streams:
