@@ -183,7 +183,7 @@ def test_malformed_channel_is_closed_and_no_other(junk: bytes) -> None:
 async def test_request_that_cannot_run_is_refused_alone(host: HostProcess) -> None:
     worker = host.attach(1)
     await worker.submit(1, PROMPT, max_tokens=20_000)
-    for stream, prompt in ((1, PROMPT), (2, []), (3, [-1]), (4, [1 << 20]), (5, [1] * 40_000), (6, [1 << 40])):
+    for stream, prompt in ((1, PROMPT), (2, []), (3, [2**32 - 1]), (4, [1 << 20]), (5, [1] * 40_000), (6, [1 << 31])):
         await worker.submit(stream, prompt)
     await worker.wait_for(lambda: len(worker.refusals) == 6)
     assert [(refusal.stream, refusal.code) for refusal in worker.refusals] == [
