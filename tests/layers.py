@@ -81,7 +81,7 @@ LAYERS: Final = (
         parts=("vm",),
         commands=((sys.executable, "-m", "vm.run"), (sys.executable, "-m", "vm.systemd_run")),
     ),
-    Layer("e2e", 900, parts=("engine", "model")),
+    Layer("e2e", 1200, parts=("engine", "model")),
 )
 
 
