@@ -131,11 +131,6 @@ class Service:
         self._limiter.stream_resumed()
         self._expected.append(resume)
 
-    @property
-    def model_name(self) -> str:
-        """The name of what is served, "" while it is not known."""
-        return "" if self.model is None else self.model.name
-
     def quota_changed(self, quota: Quota) -> None:
         """Use another quota from now on; what runs goes on."""
         self.quota = quota
