@@ -68,5 +68,5 @@ bench-neighbour: ## A flood of long prompts beside short requests; last line JSO
 
 .PHONY: bench-isolation
 bench-isolation: bpf ## How exactly the kernel's limits hold, in a guest; last line JSON: BENCH_ARGS="--seconds 20 --pairs 3"
-	@$(SETUP) base bench vm
+	@$(SETUP) base bench dev vm
 	@$(BENCH_ENV) $(PY) -m bench.isolation $(BENCH_ARGS)

@@ -10,17 +10,27 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+_SPIN_TURNS = 1000
+_SPIN_S = 1e-9
+"""What so many turns in which nobody waited take together. A timer may fire by the clock's resolution, this much, too
+early and be set anew: in a clock that stands still it would do so for ever."""
+
+
 class _JumpingSelector(selectors.DefaultSelector):
     """Return at once; when no descriptor was ready, the time that would have been waited has passed."""
 
     now = 0.0
+    _turns = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             return super().select()
         ready = super().select(0)
+        self._turns = 0 if ready or timeout > 0 else self._turns + 1
         if not ready and timeout > 0:
             self.now += timeout
+        elif self._turns >= _SPIN_TURNS:
+            self.now, self._turns = self.now + _SPIN_S, 0
         return ready
 
 
