@@ -38,21 +38,23 @@ class Clock(enum.Enum):
     """What a guest's time is: the host's, or its own instructions counted, one a nanosecond.
 
     Emulation is slow, and by the host's clock all that a guest does takes that much longer, and more while the host is
-    busy: latencies say little. By a clock that counts, the guest is a machine whose processors make 10⁹ instructions a
-    second together, however long that takes here; while they have nothing to do, time jumps to the next timer.
+    busy: latencies say little. By a clock that counts, the guest is a machine whose processor makes 10⁹ instructions a
+    second, however long that takes here; while it has nothing to do, time jumps to the next timer. It has one processor:
+    the emulator would run two by turns, and time passes for the one that is not run, too, even when it was just
+    interrupted: a task that it should wake at once waits for as long as the other one's turn (20 ms were seen).
     """
 
-    HOST = ("-accel", "tcg,thread=multi")
-    COUNTED = ("-accel", "tcg,thread=single", "-icount", "shift=0,sleep=off")
+    HOST = ("-smp", "2,sockets=1,cores=2", "-accel", "tcg,thread=multi")
+    COUNTED = ("-smp", "1", "-accel", "tcg,thread=single", "-icount", "shift=0,sleep=off")
 
 
 HARDWARE: Final = (
-    *("-cpu", "max", "-smp", "2,sockets=1,cores=2", "-m", "1536", "-nodefaults", "-no-user-config"),
+    *("-cpu", "max", "-m", "1536", "-nodefaults", "-no-user-config"),
     *("-display", "none", "-nic", "none", "-no-reboot", "-device", "virtio-blk-pci,drive=root"),
     *("-device", "virtio-serial-pci", "-device", "virtserialport,chardev=agent,nr=1,name=agent"),
     *("-serial", "chardev:console", "-mon", "monitor,mode=control"),
 )
-"""Two cores of one processor, the drive `root`, and the character devices `agent`, `console` and `monitor`, which are
+"""Besides the processors: the drive `root`, and the character devices `agent`, `console` and `monitor`, which are
 each machine's own."""
 
 BOOT_S: Final = 600.0
