@@ -39,7 +39,7 @@ class Clock(enum.Enum):
 
     Emulation is slow, and by the host's clock all that a guest does takes that much longer, and more while the host is
     busy: latencies say little. By a clock that counts, the guest is a machine whose processor makes 10⁹ instructions a
-    second, however long that takes here; while it has nothing to do, time jumps to the next timer. It has one processor.
+    second, however long that takes here; while it is idle, time jumps to the next timer. It has one processor only.
     The emulator would run two by turns, and time passes for the one that is not run, too, even when it was just
     interrupted: a task that it should wake at once waits for as long as the other one's turn (20 ms were seen).
     """
