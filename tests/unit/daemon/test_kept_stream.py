@@ -7,7 +7,7 @@ from support.kept_parts import FakeReader, FakeStreams
 
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.history import RECORD_COST_BYTES
-from seedance.daemon.kept_stream import MAX_KEY_CHARACTERS, RequestKey
+from seedance.daemon.kept_request import MAX_KEY_CHARACTERS, RequestKey
 
 
 def test_who_keeps_up_gets_each_record_at_once() -> None:
@@ -102,7 +102,7 @@ def test_what_waits_for_a_client_is_never_dropped_and_pauses_the_stream() -> Non
         stream.append(b"x" * 100)
     assert stream.is_full
     reader.room_bytes = 100_000
-    stream.pump()
+    stream.drained()
     assert [seq for seq, _ in reader.taken] == list(range(1, 20))
     assert streams.said[-1] == "go on"
     assert stream.held_bytes - streams.stream().held_bytes <= 18 * cost
@@ -119,7 +119,7 @@ def test_a_stream_pauses_and_waits_for_who_is_away() -> None:
     assert len(reader.taken) == 20  # one piece
     assert streams.said[-1] == "go on"
     stream.disconnected(reader)
-    stream.pump()  # late news of a flow that is gone
+    stream.drained()  # late news of a flow that is gone
     assert streams.said[-1] == "left"
 
 
@@ -131,7 +131,7 @@ def test_much_goes_in_pieces() -> None:
     stream.connect(reader, 0)
     assert reader.pieces == [17, 17]
     reader.room_bytes = 1000_000
-    stream.pump()
+    stream.drained()
     assert [seq for seq, _ in reader.taken] == list(range(1, 101))
 
 
