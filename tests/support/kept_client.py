@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -40,7 +40,30 @@ class KeptClient:
         self.read: list[bytes] = []
         self.error: ApiError | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the last record has arrived, or there will be none."""
+        if not self.read:
+            return self.error is not None
+        last = self.read[-1]
+        return b"[DONE]" in last or b'"error"' in last or (self.door == MESSAGES and b'"finish_reason"' in last)
+
     # -- what it asks -------------------------------------------------------------------------------------------------
+
+    def asks(self, ask: Callable[..., None], **fields: Any) -> None:
+        """Ask in one of these ways, and remember that."""
+        self._ask = ask, fields
+        ask(**fields)
+
+    def ask_again(self) -> None:
+        """Ask for the same under the same key."""
+        assert self.key is not None
+        stream = self.worker.streams.begun(self.door, self.key)
+        if stream is not None:
+            self._read(stream)
+        else:
+            ask, fields = self._ask
+            ask(**fields)
 
     def complete(self, **fields: Any) -> None:
         """Ask for a completion."""
@@ -138,6 +161,7 @@ class KeptClient:
     def come_back(self) -> None:
         """Go on behind what has arrived."""
         assert self.token
+        self.sent = []
         self._read(self.worker.streams.find(self.door, self.token))
 
     def _read(self, stream: KeptStream) -> None:

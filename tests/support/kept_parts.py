@@ -107,10 +107,17 @@ class KeptWorker(FmWorker):
         *,
         resume_for_s: float = 10.0,
         memory_bytes: int | None = None,
+        bound_bytes: int = 64 << 10,
         log_fd: int | None = None,
         is_ready: bool = True,
     ) -> None:
-        super().__init__(resume_for_s=resume_for_s, memory_bytes=memory_bytes, log_fd=log_fd, is_ready=False)
+        super().__init__(
+            resume_for_s=resume_for_s,
+            memory_bytes=memory_bytes,
+            bound_bytes=bound_bytes,
+            log_fd=log_fd,
+            is_ready=False,
+        )
         self.streams = KeptStreams(self.loop, self.service, KEY, self.quota, self.sessions, self.max_backlog_bytes)
         if is_ready:
             self.ready()
