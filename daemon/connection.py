@@ -15,7 +15,8 @@ from seedance.daemon.doors.last_event import LastEvent
 from seedance.daemon.event_streams import EventReader, KeptEvents
 from seedance.daemon.fm_sessions import FmSessions
 from seedance.daemon.infer_door import PAUSE_PART
-from seedance.daemon.kept_stream import KeptStream, RequestKey
+from seedance.daemon.kept_request import RequestKey
+from seedance.daemon.kept_stream import KeptStream
 from seedance.daemon.kept_streams import EVENTS, KeptStreams
 from seedance.daemon.keys import hash_key, key_of
 from seedance.daemon.openai_door import error_response
@@ -123,7 +124,7 @@ class HttpConnection:
         if self._answer is not None:
             self._owner.service.engine.set_paused(self._answer.streams, False)
         elif self._reader is not None:
-            self._reader.stream.pump()
+            self._reader.stream.drained()
         self.pump()
 
     def connection_lost(self, error: OSError | None) -> None:

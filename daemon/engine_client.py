@@ -254,7 +254,11 @@ class EngineClient:
             if isinstance(message, Batch):
                 batch = self._within_quota(message)
                 self._note_starts(batch)
-                self._step_completed(batch)
+                self._journal.is_in_step = True
+                try:
+                    self._step_completed(batch)
+                finally:
+                    self._journal.is_in_step = False
             else:
                 self._take(message)
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from seedance.daemon.doors import last_event
 from seedance.daemon.doors.errors import ApiError
+from seedance.daemon.kept_request import KeptRequest
 from seedance.daemon.kept_stream import TOO_MUCH, KeptStream
 from seedance.daemon.protocol import sse
 from seedance.daemon.protocol.http import chunk
@@ -58,6 +59,9 @@ class EventReader:
     def taken_over(self) -> None:
         self._connection.flow.abort()
 
+    def sent_away(self) -> None:
+        self._connection.flow.close()
+
     def fail(self, error: ApiError) -> None:
         self._connection.fail(error)
 
@@ -71,9 +75,9 @@ class KeptEvents:
         self._stream = stream
         self._note = b""
 
-    def made_by(self, answer: Answer) -> None:
-        """Learn whose output it is: before anything else."""
-        self._stream.answer = answer
+    def made_by(self, answer: Answer, request: KeptRequest) -> None:
+        """Learn whose output it is, and of what request: before anything else."""
+        self._stream.accepted(answer, request)
 
     @property
     def refusal(self) -> ApiError | None:
@@ -86,7 +90,12 @@ class KeptEvents:
 
     def start_stream(self, headers: Sequence[tuple[str, str]]) -> None:
         """Begin the response; its headers are the reader's business, as there may be several."""
+        self._stream.submitted()
         self._stream.begin()
+
+    def choice_ended(self, index: int) -> None:
+        """Take note that a choice has ended, before its last event."""
+        self._stream.choice_ended(index)
 
     def write(self, event: bytes) -> None:
         """Take an event."""

@@ -7,13 +7,11 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from msgspec import structs
-
 from seedance.daemon.doors import fm
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.doors.openai_response import Usage
-from seedance.daemon.journal import Journal
-from seedance.daemon.journal_records import FirstToken, StreamRecord, StreamSubmitted, token_list
+from seedance.daemon.journal import Journal, fill
+from seedance.daemon.journal_records import FirstToken, StreamRecord, token_list
 from seedance.daemon.protocol.fm_messages import Note
 from seedance.daemon.protocol.fm_sender import Backpressure
 from seedance.daemon.protocol.fm_server import ServerSession
@@ -115,26 +113,16 @@ class FmAnswer(Answer):
     def saved(self, waiting_bytes: int) -> StreamRecord:
         """Return what the journal needs of it; so much of its text has no number yet."""
         if self.record is not None:
-            return structs.replace(self.record, engine=None)
+            return self.record
         record = StreamRecord(self.number, self.id, self.infer, self.begun_s, first_s=self._first_s)
         record.told_bytes = self.text_bytes - waiting_bytes
         for stream in self.streams:
-            record.engine, record.model = stream.number, self.model
-            record.sampling = stream.sampling
-            record.prompt_token_ids = stream.prompt_token_ids.tobytes()
-            record.token_ids, record.cached_tokens = stream.token_ids.tobytes(), stream.cached_tokens
+            fill(record, stream, self.model)
         return record
-
-    @property
-    def model(self) -> str:
-        """Return what its stream can only go on with."""
-        assert self.served is not None
-        return self.served.identity
 
     def over(self) -> None:
         """Take note that it is in the journal no longer."""
-        if self.streams:
-            self._sessions.journal.streams -= 1
+        self._sessions.journal.left(len(self.streams))
 
     def sink(self, index: int) -> Sink:
         return self
@@ -142,19 +130,7 @@ class FmAnswer(Answer):
     def started(self) -> None:
         """See `service.Answer`; ACCEPT has told it already."""
         (stream,) = self.streams
-        stream.is_kept = True
-        journal = self._sessions.journal
-        journal.streams += 1
-        journal.note(
-            StreamSubmitted(
-                self._session.number,
-                self.number,
-                stream.number,
-                self.model,
-                stream.prompt_token_ids.tobytes(),
-                stream.sampling,
-            )
-        )
+        self._sessions.journal.submitted(self._session.number, self.number, stream, self.model)
 
     def failed(self, error: ApiError) -> None:
         self.stream_failed(error)

@@ -6,16 +6,16 @@ import asyncio
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Protocol
 
 from seedance.daemon.doors import fm
+from seedance.daemon.expiry import ExpiryTimer
 from seedance.daemon.fm_streams import FmSession
 from seedance.daemon.journal import Journal
-from seedance.daemon.journal_records import SessionRecord
+from seedance.daemon.journal_records import KeptRecord, SessionRecord, encode
 from seedance.daemon.protocol.fm_messages import Error, Hello, Note
 from seedance.daemon.protocol.fm_session import Options
-from seedance.daemon.protocol.fm_timing import NEVER
 from seedance.daemon.service import Service
 from seedance.daemon.session_log import REMEMBERED, Absent, Kept, SessionLog
 from seedance.qos.quota import Quota
@@ -25,10 +25,8 @@ _log = logging.getLogger(__name__)
 DEFAULT_LOG_BYTES: Final = 64 << 20
 """So much all sessions and kept streams of a tenant may hold, or a quarter of its `memory.max` if that is less."""
 _MEMORY_PART: Final = 4
-_LEAVING: Final = "cannot take this session now: the worker is being followed by another one; come back"
-_LEAVING_MS: Final = 100
-_LOOK_S: Final = 1.0
-"""So often the bytes of what is kept are counted while a client is away."""
+LEAVING: Final = "cannot take this session now: the worker is being followed by another one; come back"
+LEAVING_MS: Final = 100
 
 
 class Named(Protocol):
@@ -42,8 +40,21 @@ class Named(Protocol):
         """End with what there is."""
 
 
+class Sender(Protocol):
+    """What sends after the journal was committed."""
+
+    def prepare(self) -> list[bytes]:
+        """Put into the journal what it needs of what there is to send, and return that: `send` is to follow."""
+
+    def send(self, messages: Sequence[bytes]) -> None:
+        """Send what `prepare` returned."""
+
+
 class FmSessions:
-    """All sessions of one tenant, and the names of the streams in them; those of kept streams are here, too."""
+    """All sessions of one tenant, and the names of the streams in them; those of kept streams are here, too.
+
+    The journal is theirs together: `touched` and `flush` are when it is committed, `share_journal` what is in it.
+    """
 
     def __init__(
         self,
@@ -64,12 +75,19 @@ class FmSessions:
         self._streams: dict[str, Named] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._log: SessionLog[FmSession] = SessionLog(key, quota.session.resume_for_s, log_bytes(quota), os.urandom)
-        self._expiry: asyncio.TimerHandle | None = None
-        self._touched: list[FmSession] = []
+        self._expiry = ExpiryTimer(loop, self._log, self._expire)
+        self._touched: list[Sender] = []
         self._number = 0
-        self._is_leaving = False
+        self._kept: list[KeptRecord] = []
+        self._kept_saved: Callable[[int], Iterable[bytes]] = lambda used_bytes: map(encode, self._kept)
+        self._kept_count: Callable[[], int] = lambda: len(self._kept)
+        self.is_leaving = False
         self.journal = journal or Journal()
-        self._restore(self.journal.read())
+        saved = self.journal.read()
+        self._number = max((record.session for record in saved), default=0)
+        self._kept = [record for record in saved if isinstance(record, KeptRecord)]
+        self._restore([record for record in saved if isinstance(record, SessionRecord)])
+        self.journal.begin(self._everything)
 
     def __len__(self) -> int:
         return len(self._log)
@@ -82,6 +100,21 @@ class FmSessions:
         """Count what this returns against the bound of all sessions, too."""
         self._log.beside_bytes = beside_bytes
 
+    def share_journal(self, saved: Callable[[int], Iterable[bytes]], count: Callable[[], int]) -> list[KeptRecord]:
+        """Have kept streams in the journal; returns those that the last worker has left.
+
+        `saved` returns the records of all that there are, told how many bytes those of the sessions take; `count` how
+        many there are.
+        """
+        self._kept_saved, self._kept_count = saved, count
+        records, self._kept = self._kept, []
+        return records
+
+    def next_number(self) -> int:
+        """Return a number of its own in the journal for a session or a kept stream."""
+        self._number += 1
+        return self._number
+
     @property
     def resume_for_ms(self) -> int:
         """How long a session waits for its client."""
@@ -89,14 +122,13 @@ class FmSessions:
 
     def find(self, hello: Hello) -> FmSession | Error:
         """Return the session that a client asks for, a new one without a token; or what it is told in its place."""
-        if self._is_leaving:
-            return Error(stream=0, code="overloaded", message=_LEAVING, retry_after_ms=_LEAVING_MS)
+        if self.is_leaving:
+            return Error(stream=0, code="overloaded", message=LEAVING, retry_after_ms=LEAVING_MS)
         if hello.resume_token is None:
-            self._number += 1
-            number = self._number
+            number = self.next_number()
             kept = self._log.add(hello.client_id, lambda *names: FmSession(self, number, hello.client_id, *names))
             kept.item.kept = kept
-            self._tell_count()
+            self.tell_count()
             return kept.item
         found = self._log.find(hello.resume_token, hello.client_id, self.loop.time())
         if isinstance(found, Absent):
@@ -110,12 +142,12 @@ class FmSessions:
     def left(self, kept: Kept[FmSession]) -> None:
         """Take note that a session's client is away."""
         self._log.left(kept, self.loop.time())
-        self._await_expiry()
+        self._expiry.set()
 
     def remove(self, kept: Kept[FmSession]) -> None:
         """Keep a session no longer."""
         self._log.remove(kept)
-        self._tell_count()
+        self.tell_count()
 
     def stream_began(self, stream: Named) -> None:
         """Take note that there is a stream of this name."""
@@ -138,17 +170,17 @@ class FmSessions:
             return False
         return True
 
-    def touched(self, session: FmSession) -> None:
-        """Have a session's frames sent at the next turn of the loop."""
+    def touched(self, sender: Sender) -> None:
+        """Have what a session or a kept stream has to send sent at the next turn of the loop."""
         if not self._touched:
             self.loop.call_soon(self.flush)
-        self._touched.append(session)
+        self._touched.append(sender)
 
     def quota_changed(self, quota: Quota) -> None:
         """Use another quota from now on, also for who is away."""
         self._log.resume_for_s = quota.session.resume_for_s
         self.journal.set_bound(log_bytes(quota))
-        self._await_expiry()
+        self._expiry.set()
 
     def tell_all(self, note: str) -> None:
         """Send every client a note."""
@@ -157,13 +189,13 @@ class FmSessions:
 
     def leave(self) -> None:
         """Take no client any more: the next worker is theirs, and the journal, too."""
-        self._is_leaving = True
+        self.is_leaving = True
         self.flush()
         self.journal.close()
 
     def park(self) -> None:
         """Send the clients away; they come back to the next worker, which goes on with their streams."""
-        self._is_leaving = True
+        self.is_leaving = True
         for session in self._log.items():
             session.park()
 
@@ -172,12 +204,10 @@ class FmSessions:
         self.leave()
         for session in self._log.items():
             session.close()
-        if self._expiry is not None:
-            self._expiry.cancel()
+        self._expiry.close()
 
     def _restore(self, saved: Sequence[SessionRecord]) -> None:
         for record in saved:
-            self._number = max(self._number, record.session)
             kept = self._log.restore(
                 record.name,
                 record.client_id,
@@ -191,41 +221,39 @@ class FmSessions:
         if saved:
             streams = sum(len(record.streams) for record in saved)
             _log.info("%d sessions with %d streams go on from the journal of the last worker", len(saved), streams)
-        self._tell_count()
-        self.journal.begin(self._everything)
+        self.tell_count()
 
     def _everything(self) -> Iterator[bytes]:
         """Yield what the journal needs of all that is there now."""
         self.service.engine.fold()
+        used_bytes = 0
         for session in self._log.items():
-            yield session.saved()
+            saved = session.saved()
+            used_bytes += len(saved)
+            yield saved
+        yield from self._kept_saved(used_bytes)
 
-    def _tell_count(self) -> None:
-        self.journal.set_count(len(self._log))
+    def tell_count(self) -> None:
+        """Leave the number of what waits for its client to come back for the supervisor."""
+        self.journal.set_count(len(self._log) + self._kept_count())
 
     def flush(self) -> None:
-        """Send the frames of all that were touched, once the journal has them.
+        """Send what all that were touched have to send, once the journal has it.
 
-        What a step of the engine brought is so in one entry with all that came of it.
+        What a step of the engine brought is so in one entry with all that came of it; within a step this is put off.
         """
+        if self.journal.is_in_step:
+            return
         touched, self._touched = self._touched, []
-        prepared = [(session, session.prepare()) for session in touched]
+        prepared = [(sender, sender.prepare()) for sender in touched]
         self.journal.commit()
-        for session, messages in prepared:
-            session.send(messages)
-
-    def _await_expiry(self) -> None:
-        if self._expiry is not None:
-            self._expiry.cancel()
-            self._expiry = None
-        due_s = self._log.next_expiry()
-        if due_s != NEVER:
-            self._expiry = self.loop.call_at(min(due_s, self.loop.time() + _LOOK_S), self._expire)
+        for sender, messages in prepared:
+            sender.send(messages)
 
     def _expire(self) -> None:
         for kept in self._log.expire(self.loop.time()):
             kept.item.end()
-        self._await_expiry()
+        self._expiry.set()
 
 
 def log_bytes(quota: Quota) -> int:

@@ -5,7 +5,6 @@ What a step of the engine brings for a session leaves as one WebSocket message, 
 
 from __future__ import annotations
 
-import array
 import asyncio
 import functools
 import logging
@@ -14,7 +13,6 @@ from typing import Final, Protocol
 
 from seedance.daemon.doors import fm
 from seedance.daemon.doors.errors import ApiError, invalid
-from seedance.daemon.doors.infer import InferRequest
 from seedance.daemon.fm_answer import FmAnswer, Sessions
 from seedance.daemon.journal import saved
 from seedance.daemon.journal_records import SessionEnded, SessionRecord, StreamBegun, StreamRecord
@@ -161,15 +159,13 @@ class FmSession:
         assert isinstance(infer, Infer)
         request = fm.parse(infer)
         if record.sampling is None:
-            self._begin(request, answer)
+            service.begin_infer(request, answer)
             return
-        prompt, token_ids = (array.array("I", data) for data in (record.prompt_token_ids, record.token_ids))
         try:
-            text = service.resume(request, answer, record.model, prompt, record.sampling, token_ids)
+            (text,) = service.resume(request, answer, [record])
         except ApiError as error:
             answer.stream_failed(error)
             return
-        answer.streams[0].cached_tokens = record.cached_tokens
         rest = text.encode()[answer.text_bytes :]
         if rest:
             answer.data_arrived(rest)
@@ -348,15 +344,7 @@ class FmSession:
         self.pressed(self.protocol.accept(message.stream, answer.id))
         fd = -1 if self._connection is None else self._connection.fd
         answer.urgency = service.urgency(fd, request.deadline_ms)
-        self._begin(request, answer)
-
-    def _begin(self, request: InferRequest, answer: FmAnswer) -> None:
-        service = self._sessions.service
-        if request.messages is None:
-            assert request.prompt is not None
-            service.begin(request, [request.prompt], answer)
-        else:
-            service.begin_chat(request, answer)
+        service.begin_infer(request, answer)
 
     def _cancel(self, cancel: Cancel) -> None:
         if cancel.stream:

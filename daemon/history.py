@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
@@ -50,4 +51,16 @@ class History:
         """Return the records behind `seq`, None when the first of them is gone or `seq` was never given."""
         if not self.oldest_seq - 1 <= seq < self.next_seq:
             return None
-        return list(islice(self._records, seq + 1 - self.oldest_seq, None))
+        newest_first = islice(reversed(self._records), self.next_seq - 1 - seq)
+        return list(newest_first)[::-1]
+
+    def restore(self, first_seq: int, records: Sequence[bytes]) -> None:
+        """Have records that were kept before, of which the first has this sequence."""
+        self._records = deque(records)
+        self.next_seq = first_seq + len(records)
+        self.held_bytes = size_bytes(records)
+
+
+def size_bytes(records: Sequence[bytes]) -> int:
+    """Return what records take."""
+    return sum(map(len, records)) + RECORD_COST_BYTES * len(records)

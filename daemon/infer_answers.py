@@ -171,7 +171,7 @@ class KeptAnswer(_InferAnswer):
         self._stream = stream
 
     def started(self) -> None:
-        pass
+        self._stream.submitted()
 
     def text_arrived(self, text: str) -> None:
         self._append(self._builder.delta(text))

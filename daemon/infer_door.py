@@ -10,7 +10,8 @@ from seedance.daemon.doors import infer
 from seedance.daemon.doors.errors import ApiError, infer_error
 from seedance.daemon.doors.infer import Cancel, InferRequest, NumberedMessages, Rejected, Resume
 from seedance.daemon.infer_answers import DirectAnswer, KeptAnswer
-from seedance.daemon.kept_stream import KeptStream, RequestKey
+from seedance.daemon.kept_request import INFER, KeptRequest, RequestKey
+from seedance.daemon.kept_stream import KeptStream
 from seedance.daemon.kept_streams import MESSAGES, KeptStreams
 from seedance.daemon.protocol.frame import CloseCode, frame_text
 from seedance.daemon.protocol.websocket import (
@@ -204,28 +205,25 @@ class InferConnection(WebSocketConnection):
     def _begin_kept(self, request: InferRequest, message: str | bytes) -> None:
         self._check_place(request.id)
         streams, service, key = self._owner.streams, self._owner.service, None
+        data = message.encode() if isinstance(message, str) else message
         if request.idempotency_key is not None:
-            data = message.encode() if isinstance(message, str) else message
             key = RequestKey.of(request.idempotency_key, data)
             if (stream := streams.begun(MESSAGES, key)) is not None:
                 self._read(request.id, stream, 0)
                 return
         service.admit(request.model, 1)
         stream = streams.begin(MESSAGES, key)
-        answer = stream.answer = KeptAnswer(stream, service)
+        answer = KeptAnswer(stream, service)
         # Before any work is done for it: a client that goes away in the middle of that knows what to come back for.
         stream.begin()
+        stream.accepted(answer, KeptRequest(INFER, data))
         self._read(request.id, stream, 0)
         self._ask(request, answer)
 
     def _ask(self, request: InferRequest, answer: Answer) -> None:
         service = self._owner.service
         answer.urgency = service.urgency(self.flow.fd, request.deadline_ms)
-        if request.messages is None:
-            assert request.prompt is not None
-            service.begin(request, [request.prompt], answer)
-        else:
-            service.begin_chat(request, answer)
+        service.begin_infer(request, answer)
 
     def _resume(self, resume: Resume) -> None:
         self._check_place(resume.id)
@@ -293,7 +291,7 @@ class InferConnection(WebSocketConnection):
                 break
             if isinstance(each, MessageReader) and self._running is not None:
                 self._running[id] = self._running.pop(id)  # the next time the others come first
-                each.stream.pump()
+                each.stream.drained()
 
     def _event(self, event: Event) -> None:
         if isinstance(event, CloseReceived) and event.code == CloseCode.NORMAL:
@@ -327,10 +325,16 @@ class MessageReader:
         self._connection.end_stream(self._id)
 
     def taken_over(self) -> None:
+        self._let_go("another connection goes on with the stream")
+
+    def sent_away(self) -> None:
+        self._let_go("the service is going away")
+
+    def _let_go(self, reason: str) -> None:
         connection = self._connection
         connection.take_out(self._id)
         if not connection.is_busy:
-            connection.close(CloseCode.GOING_AWAY, "another connection goes on with the stream")
+            connection.close(CloseCode.GOING_AWAY, reason)
 
     def fail(self, error: ApiError) -> None:
         self._connection.end_stream(self._id, infer_error(error, self._id))

@@ -1,14 +1,18 @@
-"""What a tenant's journal says, record by record, and the sessions that come of it.
+"""What a tenant's journal says, record by record, and the sessions and kept streams that come of it.
 
 An entry of the journal is what one turn of the worker's loop changed: records one after the other, each with a kind and
-its length. The two that come with every step of the engine are plain bytes, all others msgpack.
+its length. The three that come with every step of the engine are plain bytes, all others msgpack.
 
     TOKENS    what the engine brought: pairs of stream and token id, as in `channel.Batch.singles`
     FRAMES    frames of one session that were numbered, and how far both directions are
+    KEPT      the next record of a kept stream, which one is the oldest now, and how far its client was sent them
     OTHER     any other
 
-A stream's text is not in the journal: it is told again from the token ids, without what is in frames with a number.
-Streams are numbered twice here as elsewhere: by their client within a session, and by the worker for the engine.
+The text of a session's stream is not in the journal: it is told again from the token ids, without what is in frames
+with a number. A kept stream's is in its records, which are in the same entry as the tokens that they were made of.
+
+Sessions and kept streams are numbered together, as `session`. A generation has two numbers more: its own within that,
+which is the client's for a stream of a session, and the choice of a kept stream; and the worker's for the engine.
 """
 
 from __future__ import annotations
@@ -20,30 +24,31 @@ from typing import Final
 
 import msgspec
 
-from seedance.daemon.protocol.fm_frame import HEADER_BYTES, Kind, split_message
-from seedance.daemon.protocol.fm_messages import End, Error, Tokens, decode_payload
+from seedance.daemon.protocol.fm_frame import HEADER_BYTES, split_message
 from seedance.engine.request import Sampling
 
-_RECORD: Final = struct.Struct("=BI")
-_FRAMES: Final = struct.Struct("=IIQQQ")
-_TOKENS_KIND: Final = 1
-_FRAMES_KIND: Final = 2
-_OTHER_KIND: Final = 3
+RECORD: Final = struct.Struct("=BI")
+FRAMES: Final = struct.Struct("=IIQQQ")
+KEPT: Final = struct.Struct("=IQQQ")
+TOKENS_KIND: Final = 1
+FRAMES_KIND: Final = 2
+OTHER_KIND: Final = 3
+KEPT_KIND: Final = 4
 _ANY_BYTES: Final = 2**32 - 1
-_LAST: Final = (Kind.END, Kind.ERROR)
 
 
 class StreamRecord(msgspec.Struct, array_like=True):
-    """A stream that runs. Times are of the machine's monotonic clock; token ids are unsigned 32-bit numbers.
+    """A generation that runs. Times are of the machine's monotonic clock; token ids are unsigned 32-bit numbers.
 
-    `infer` is the payload by which it was asked for. `engine` is its number for the engine, and `sampling` what the
-    engine was told, once that was. `told_bytes` of its text are in frames with a number.
+    `engine` is its number for the engine of the worker that writes, and `sampling` what the engine was told, once that
+    was. In a session `infer` is the payload by which it was asked for, and `told_bytes` of its text are in frames with
+    a number. A choice of a kept stream that has ended, as others have not, had `ended_tokens`.
     """
 
     number: int
-    id: str
-    infer: bytes
-    begun_s: float
+    id: str = ""
+    infer: bytes = b""
+    begun_s: float = 0.0
     engine: int | None = None
     model: str = ""
     prompt_token_ids: bytes = b""
@@ -52,6 +57,7 @@ class StreamRecord(msgspec.Struct, array_like=True):
     cached_tokens: int = 0
     told_bytes: int = 0
     first_s: float | None = None
+    ended_tokens: int | None = None
 
 
 class SessionRecord(msgspec.Struct, array_like=True, tag=1):
@@ -73,8 +79,32 @@ class SessionRecord(msgspec.Struct, array_like=True, tag=1):
     streams: list[StreamRecord] = []
 
 
+class KeptRecord(msgspec.Struct, array_like=True, tag=8):
+    """A kept stream as a whole. Its `records` are numbered from `first_seq` on; up to `sent_seq` some client had them.
+
+    `kind` and `body` are the request, `key` and `fingerprint` its idempotency key, `answer_id` and `created` what is in
+    each event of an answer.
+    """
+
+    session: int
+    name: str
+    door: str
+    kind: str
+    body: bytes
+    key: str | None = None
+    fingerprint: bytes = b""
+    answer_id: str = ""
+    created: int = 0
+    is_begun: bool = False
+    is_over: bool = False
+    first_seq: int = 1
+    sent_seq: int = 0
+    records: list[bytes] = []
+    streams: list[StreamRecord] = []
+
+
 class SessionEnded(msgspec.Struct, array_like=True, tag=2, frozen=True):
-    """A session is kept no longer."""
+    """A session, or a kept stream, is kept no longer."""
 
     session: int
 
@@ -87,7 +117,7 @@ class StreamBegun(msgspec.Struct, array_like=True, tag=3, frozen=True):
 
 
 class StreamSubmitted(msgspec.Struct, array_like=True, tag=4, frozen=True):
-    """The engine was given a stream."""
+    """The engine was given a generation; a kept stream has begun by it."""
 
     session: int
     number: int
@@ -120,29 +150,52 @@ class Waiting(msgspec.Struct, array_like=True, tag=7, frozen=True):
     payload: bytes
 
 
-Record = SessionRecord | SessionEnded | StreamBegun | StreamSubmitted | FirstToken | Deltas | Waiting
+class ChoiceEnded(msgspec.Struct, array_like=True, tag=9, frozen=True):
+    """A choice of a kept stream has ended, with so many tokens."""
+
+    session: int
+    number: int
+    output_tokens: int
+
+
+class KeptOver(msgspec.Struct, array_like=True, tag=10, frozen=True):
+    """A kept stream has its last record."""
+
+    session: int
+
+
+Saved = SessionRecord | KeptRecord
+_OfKept = ChoiceEnded | KeptOver
+Record = Saved | SessionEnded | StreamBegun | StreamSubmitted | FirstToken | Deltas | Waiting | _OfKept
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decoder: Final[msgspec.msgpack.Decoder[Record]] = msgspec.msgpack.Decoder(Record)
+decode: Final = _decoder.decode
+"""Return what a record of no other kind says. Raises msgspec.MsgspecError."""
 
 
 def encode(record: Record) -> bytes:
     """Return a record."""
     body = _encode(record)
-    return _RECORD.pack(_OTHER_KIND, len(body)) + body
+    return RECORD.pack(OTHER_KIND, len(body)) + body
 
 
 def encode_tokens(singles: bytes) -> bytes:
     """Return the record of what `channel.Batch.singles` holds."""
-    return _RECORD.pack(_TOKENS_KIND, len(singles)) + singles
+    return RECORD.pack(TOKENS_KIND, len(singles)) + singles
 
 
 def encode_frames(
     session: int, last_stream: int, acked_seq: int, expected_seq: int, first_seq: int, frames: bytes
 ) -> bytes:
     """Return the record of frames that were numbered from `first_seq` on; there may be none."""
-    head = _RECORD.pack(_FRAMES_KIND, _FRAMES.size + len(frames))
-    return head + _FRAMES.pack(session, last_stream, acked_seq, expected_seq, first_seq) + frames
+    head = RECORD.pack(FRAMES_KIND, FRAMES.size + len(frames))
+    return head + FRAMES.pack(session, last_stream, acked_seq, expected_seq, first_seq) + frames
+
+
+def encode_kept(session: int, oldest_seq: int, sent_seq: int, seq: int, data: bytes) -> bytes:
+    """Return the record of a kept stream's record `seq`."""
+    return RECORD.pack(KEPT_KIND, KEPT.size + len(data)) + KEPT.pack(session, oldest_seq, sent_seq, seq) + data
 
 
 def token_bytes(token_ids: Iterable[int]) -> bytes:
@@ -160,165 +213,6 @@ def split_frames(frames: bytes) -> list[bytes]:
     if not frames:
         return []
     return [frames[start - HEADER_BYTES : end] for _, start, end in split_message(frames, _ANY_BYTES)]
-
-
-class Replay:
-    """Sessions out of a journal's entries, as they were when the last of these was written.
-
-    Raises ValueError, KeyError, struct.error, msgspec.MsgspecError or RemoteProtocolError on what no journal says.
-    """
-
-    def __init__(self) -> None:
-        self.sessions: dict[int, SessionRecord] = {}
-        self._streams: dict[tuple[int, int], StreamRecord] = {}
-        self._by_engine: dict[int, StreamRecord] = {}
-        self._token_ids: dict[int, array.array[int]] = {}  # by the engine's number
-
-    def entry(self, data: bytes) -> None:
-        """Take an entry."""
-        at = 0
-        while at < len(data):
-            kind, length = _RECORD.unpack_from(data, at)
-            at += _RECORD.size
-            body = data[at : at + length]
-            at += length
-            if kind == _TOKENS_KIND:
-                self._tokens(body)
-            elif kind == _FRAMES_KIND:
-                self._frames(body)
-            else:
-                self._other(_decoder.decode(body))
-
-    def finish(self) -> list[SessionRecord]:
-        """Return all sessions, each with the streams that run."""
-        for session in self.sessions.values():
-            session.streams = []
-        for (number, _), stream in sorted(self._streams.items()):
-            if stream.engine is not None:
-                stream.token_ids = self._token_ids[stream.engine].tobytes()
-            self.sessions[number].streams.append(stream)
-        return list(self.sessions.values())
-
-    def _tokens(self, singles: bytes) -> None:
-        flat = iter(array.array("I", singles))
-        token_ids = self._token_ids
-        for engine, token_id in zip(flat, flat, strict=True):
-            if (found := token_ids.get(engine)) is not None:
-                found.append(token_id)
-
-    def _frames(self, body: bytes) -> None:
-        number, last_stream, acked_seq, expected_seq, first_seq = _FRAMES.unpack_from(body)
-        session = self.sessions.get(number)
-        if session is None:
-            return
-        session.last_stream = last_stream
-        session.expected_seq = expected_seq
-        known_seq = session.acked_seq + len(session.frames)
-        for framed in split_frames(body[_FRAMES.size :])[max(0, known_seq + 1 - first_seq) :]:
-            session.frames.append(framed)
-            self._numbered(session, framed)
-        del session.frames[: max(0, acked_seq - session.acked_seq)]
-        session.acked_seq = max(acked_seq, session.acked_seq)
-
-    def _numbered(self, session: SessionRecord, framed: bytes) -> None:
-        """Take note that a payload has a number: it waits no longer, and may be the last of its stream."""
-        if framed[HEADER_BYTES] == Kind.TOKENS:
-            message = decode_payload(framed, HEADER_BYTES, len(framed))
-            assert isinstance(message, Tokens)
-            stream = self._streams.get((session.session, message.stream))
-            if stream is not None:
-                stream.told_bytes += len(message.data)
-            else:
-                _cut(session.waiting, message.stream, len(message.data))
-            return
-        payload = framed[HEADER_BYTES:]
-        if (0, payload) in session.waiting:
-            session.waiting.remove((0, payload))
-        if payload[0] in _LAST:
-            message = decode_payload(payload, 0, len(payload))
-            assert isinstance(message, End | Error)
-            self._over(session.session, message.stream)
-
-    def _over(self, session: int, number: int) -> None:
-        stream = self._streams.pop((session, number), None)
-        if stream is not None and stream.engine is not None:
-            del self._by_engine[stream.engine], self._token_ids[stream.engine]
-
-    def _all_over(self, session: int) -> None:
-        for number in [number for owner, number in self._streams if owner == session]:
-            self._over(session, number)
-
-    def _other(self, record: Record) -> None:
-        match record:
-            case SessionRecord():
-                self.sessions[record.session] = record
-                for stream in record.streams:
-                    self._began(record.session, stream)
-            case SessionEnded():
-                self.sessions.pop(record.session, None)
-                self._all_over(record.session)
-            case StreamBegun():
-                self._began(record.session, record.stream)
-            case StreamSubmitted():
-                self._submitted(record)
-            case FirstToken():
-                self._first_token(record)
-            case Deltas():
-                self._deltas(record)
-            case Waiting():
-                self._waits(record)
-
-    def _began(self, session: int, stream: StreamRecord) -> None:
-        self._streams[session, stream.number] = stream
-        if stream.engine is not None:
-            self._by_engine[stream.engine] = stream
-            self._token_ids[stream.engine] = array.array("I", stream.token_ids)
-
-    def _submitted(self, record: StreamSubmitted) -> None:
-        stream = self._streams.get((record.session, record.number))
-        if stream is not None:
-            stream.engine, stream.model = record.engine, record.model
-            stream.prompt_token_ids, stream.sampling = record.prompt_token_ids, record.sampling
-            self._began(record.session, stream)
-
-    def _first_token(self, record: FirstToken) -> None:
-        stream = self._streams.get((record.session, record.number))
-        if stream is not None:
-            stream.first_s = record.at_s
-
-    def _deltas(self, record: Deltas) -> None:
-        for engine, token_ids, cached_tokens in record.deltas:
-            if (stream := self._by_engine.get(engine)) is not None:
-                self._token_ids[engine].frombytes(token_ids)
-                stream.cached_tokens += cached_tokens
-
-    def _waits(self, record: Waiting) -> None:
-        session = self.sessions.get(record.session)
-        if session is None:
-            return
-        if record.stream:
-            self._over(record.session, record.stream)
-            if record.text:
-                session.waiting.append((record.stream, record.text))
-        session.waiting.append((0, record.payload))
-
-
-def _cut(waiting: list[tuple[int, bytes]], stream: int, size: int) -> None:
-    """Take so much from the beginning of a stream's text that waits."""
-    for place, (number, text) in enumerate(waiting):
-        if number == stream and size:
-            taken = min(size, len(text))
-            waiting[place] = stream, text[taken:]
-            size -= taken
-    waiting[:] = [item for item in waiting if item[1]]
-
-
-def replay(entries: Iterable[bytes]) -> list[SessionRecord]:
-    """Return the sessions of a journal; see `Replay` for what it raises."""
-    found = Replay()
-    for data in entries:
-        found.entry(data)
-    return found.finish()
 
 
 def in_entries(records: Iterable[bytes], entry_bytes: int = 256 << 10) -> Iterator[bytes]:

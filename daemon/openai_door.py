@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -14,12 +15,16 @@ from seedance.daemon.doors.errors import ApiError, openai_error_body, retry_afte
 from seedance.daemon.doors.openai_request import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from seedance.daemon.doors.openai_response import ChatStream, Choice, CompletionStream, Usage
 from seedance.daemon.event_streams import KeptEvents
+from seedance.daemon.journal_records import StreamRecord, token_list
+from seedance.daemon.kept_request import CHAT, COMPLETION, KeptRequest
 from seedance.daemon.protocol import sse
 from seedance.daemon.protocol.sse import EventTemplate
 from seedance.daemon.ring.driver import Flow
 from seedance.daemon.service import Answer, Prompt, Service
 from seedance.daemon.stream import Sink
 from seedance.engine.request import FinishReason, TokenLogprobs
+
+_Request = ChatRequest | CompletionRequest
 
 _json: Final = msgspec.json.Encoder().encode
 
@@ -64,54 +69,72 @@ class Exchange(Output, Protocol):
 
 def chat(service: Service, exchange: Exchange, body: bytes, deadline_ms: int | None = None) -> Answer:
     """Serve a chat completion. Raises ApiError when it is refused before anything was sent."""
-    request = parse_chat(body)
-    service.admit(request.model, request.choices())
-    answer = _answer(service, exchange, request, deadline_ms)
-    service.begin_chat(request, answer, add_generation_prompt=request.add_generation_prompt is not False)
-    return answer
+    return _serve(service, exchange, CHAT, body, deadline_ms)
 
 
 def completion(service: Service, exchange: Exchange, body: bytes, deadline_ms: int | None = None) -> Answer:
     """Serve a completion. Raises ApiError when it is refused before anything was sent."""
-    request = parse_completion(body)
-    prompts: list[Prompt] = list(request.prompts())
-    service.admit(request.model, len(prompts) * request.choices())
-    answer = _answer(service, exchange, request, deadline_ms)
-    service.begin(request, prompts, answer)
-    return answer
+    return _serve(service, exchange, COMPLETION, body, deadline_ms)
 
 
-def _answer(
-    service: Service, exchange: Exchange, request: ChatRequest | CompletionRequest, deadline_ms: int | None
-) -> _OpenAIAnswer:
+def parse(kind: str, body: bytes) -> _Request:
+    """Return the request in a body, CHAT or COMPLETION. Raises ApiError."""
+    return parse_chat(body) if kind == CHAT else parse_completion(body)
+
+
+def places(request: _Request) -> int:
+    """Return how many streams a request asks for."""
+    prompts = 1 if isinstance(request, ChatRequest) else len(list(request.prompts()))
+    return prompts * request.choices()
+
+
+def begin(service: Service, request: _Request, answer: Answer) -> None:
+    """Serve an admitted request. Never raises."""
+    if isinstance(request, ChatRequest):
+        service.begin_chat(request, answer, add_generation_prompt=request.add_generation_prompt is not False)
+    else:
+        prompts: list[Prompt] = list(request.prompts())
+        service.begin(request, prompts, answer)
+
+
+def kept_answer(service: Service, events: KeptEvents, request: _Request) -> _StreamedAnswer:
+    """Return the answer to a resumable request, whose events are kept."""
+    return _StreamedAnswer(service, events, request, functools.partial(_KeptSink, events))
+
+
+def _serve(service: Service, exchange: Exchange, kind: str, body: bytes, deadline_ms: int | None) -> Answer:
+    request = parse(kind, body)
+    service.admit(request.model, places(request))
     answer: _OpenAIAnswer
     if request.resumable:
         events = exchange.keep()
-        answer = _StreamedAnswer(service, events, request, lambda answer, builder: _KeptSink(answer, builder, events))
-        events.made_by(answer)
+        kept = answer = kept_answer(service, events, request)
+        events.made_by(kept, KeptRequest(kind, body, kept.id, kept.created))
     elif request.stream:
-        answer = _StreamedAnswer(
-            service, exchange, request, lambda answer, builder: _DirectSink(answer, builder, exchange)
-        )
+        answer = _StreamedAnswer(service, exchange, request, functools.partial(_DirectSink, exchange))
     else:
         answer = _WholeAnswer(service, exchange, request)
     answer.urgency = service.urgency(exchange.flow.fd, deadline_ms)
+    begin(service, request, answer)
     return answer
 
 
 class _OpenAIAnswer(Answer):
-    """What streamed and whole answers share: identity, usage, and when all choices are done."""
+    """What streamed and whole answers share: identity, usage, and when all choices are done.
 
-    __slots__ = ("_chat", "_created", "_id", "_model", "_open", "_output", "_request", "_service")
+    `id` and `created` are in every event.
+    """
 
-    def __init__(self, service: Service, output: Output, request: ChatRequest | CompletionRequest) -> None:
+    __slots__ = ("_model", "_open", "_output", "_request", "_service", "created", "id", "is_chat")
+
+    def __init__(self, service: Service, output: Output, request: _Request) -> None:
         super().__init__()
         self._service = service
         self._output = output
         self._request = request
-        self._chat = isinstance(request, ChatRequest)
-        self._id = ("chatcmpl-" if self._chat else "cmpl-") + secrets.token_hex(16)
-        self._created = int(time.time())
+        self.is_chat = isinstance(request, ChatRequest)
+        self.id = ("chatcmpl-" if self.is_chat else "cmpl-") + secrets.token_hex(16)
+        self.created = int(time.time())
         self._model = request.model
         self._open = 0
 
@@ -129,34 +152,52 @@ class _OpenAIAnswer(Answer):
 
     def format_logprobs(self, positions: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
         """Return log probabilities in the form of this kind of answer; `offset` is the length of the text before."""
-        if self._chat:
+        if self.is_chat:
             return openai_response.chat_logprobs(positions, self.vocabulary)
         return openai_response.completion_logprobs(positions, self.vocabulary, offset)
 
 
 class _StreamedAnswer(_OpenAIAnswer):
-    __slots__ = ("_builders", "_new_sink", "_sinks")
+    __slots__ = ("_builders", "_is_restored", "_new_sink", "_sinks")
 
-    def __init__(
-        self, service: Service, output: Output, request: ChatRequest | CompletionRequest, new_sink: _NewSink
-    ) -> None:
+    def __init__(self, service: Service, output: Output, request: _Request, new_sink: _NewSink) -> None:
         super().__init__(service, output, request)
         self._new_sink = new_sink
+        self._is_restored = False
         self._builders: list[ChatStream | CompletionStream] = []
         self._sinks: list[_EventSink] = []
 
+    def restore(self, id: str, created: int, records: Sequence[StreamRecord]) -> None:
+        """Be the answer that another worker began, with the streams that the engine had been given."""
+        self.id, self.created = id, created
+        self._is_restored = bool(records)
+        prompts = records[:: self._request.choices()]
+        self.prompt_tokens = sum(len(token_list(record.prompt_token_ids)) for record in prompts)
+        for record in records:
+            self.sink(record.number)
+            if record.ended_tokens is not None:
+                self._sinks[record.number].is_over = True
+                self._open -= 1
+
     def sink(self, index: int) -> Sink:
-        kind = ChatStream if self._chat else CompletionStream
-        builder = kind(self._id, self._model, self._created, index, include_usage=self._request.include_usage())
+        if index < len(self._sinks):
+            return self._sinks[index]
+        kind = ChatStream if self.is_chat else CompletionStream
+        builder = kind(self.id, self._model, self.created, index, include_usage=self._request.include_usage())
         self._builders.append(builder)
         self._open += 1
-        sink = self._new_sink(self, builder)
+        sink = self._new_sink(self, builder, index)
         self._sinks.append(sink)
         return sink
 
     def started(self) -> None:
         # At once, not with the first token: the client sees that it is being served, and pings can keep it so.
         self._output.start_stream(sse.HEADERS)
+        if self._is_restored:
+            if not self.is_chat and self._request.wanted_logprobs() is not None:
+                for sink, stream in zip(self._sinks, self.streams, strict=True):
+                    sink.go_on(sum(map(len, map(self.vocabulary.token_text, stream.token_ids))))
+            return
         for builder, sink in zip(self._builders, self._sinks, strict=True):
             sink.started()
             if isinstance(builder, ChatStream):
@@ -198,17 +239,22 @@ class _StreamedAnswer(_OpenAIAnswer):
 class _EventSink:
     """One choice of a streamed answer; `is_over` once its last event was made."""
 
-    __slots__ = ("_answer", "_builder", "_offset", "_template", "is_over")
+    __slots__ = ("_answer", "_builder", "_index", "_offset", "_template", "is_over")
 
-    def __init__(self, answer: _StreamedAnswer, builder: ChatStream | CompletionStream) -> None:
+    def __init__(self, answer: _StreamedAnswer, builder: ChatStream | CompletionStream, index: int) -> None:
         self._answer = answer
         self._builder = builder
+        self._index = index
         self._offset = 0
         self._template = EventTemplate(*builder.around_text())
         self.is_over = False
 
     def started(self) -> None:
         """The response has begun."""
+
+    def go_on(self, offset: int) -> None:
+        """Go on behind so many characters, which another worker told."""
+        self._offset = offset
 
     def text_arrived(self, text: str) -> None:
         self._write(self._template.event(_json(text)))
@@ -239,8 +285,10 @@ class _DirectSink(_EventSink):
 
     __slots__ = ("_chunked", "_exchange", "_flow")
 
-    def __init__(self, answer: _StreamedAnswer, builder: ChatStream | CompletionStream, exchange: Exchange) -> None:
-        super().__init__(answer, builder)
+    def __init__(
+        self, exchange: Exchange, answer: _StreamedAnswer, builder: ChatStream | CompletionStream, index: int
+    ) -> None:
+        super().__init__(answer, builder, index)
         self._exchange = exchange
         self._flow = exchange.flow
         self._chunked = True
@@ -261,9 +309,15 @@ class _KeptSink(_EventSink):
 
     __slots__ = ("_events",)
 
-    def __init__(self, answer: _StreamedAnswer, builder: ChatStream | CompletionStream, events: KeptEvents) -> None:
-        super().__init__(answer, builder)
+    def __init__(
+        self, events: KeptEvents, answer: _StreamedAnswer, builder: ChatStream | CompletionStream, index: int
+    ) -> None:
+        super().__init__(answer, builder, index)
         self._events = events
+
+    def stream_finished(self, reason: FinishReason) -> None:
+        self._events.choice_ended(self._index)
+        super().stream_finished(reason)
 
     def note_arrived(self, note: str) -> None:
         self._events.note(note)
@@ -276,13 +330,13 @@ class _KeptSink(_EventSink):
             self._answer.choice_failed(refusal)
 
 
-_NewSink = Callable[[_StreamedAnswer, ChatStream | CompletionStream], _EventSink]
+_NewSink = Callable[[_StreamedAnswer, ChatStream | CompletionStream, int], _EventSink]
 
 
 class _WholeAnswer(_OpenAIAnswer):
     __slots__ = ("_exchange", "_sinks")
 
-    def __init__(self, service: Service, exchange: Exchange, request: ChatRequest | CompletionRequest) -> None:
+    def __init__(self, service: Service, exchange: Exchange, request: _Request) -> None:
         super().__init__(service, exchange, request)
         self._exchange = exchange
         self._sinks: list[_TextSink] = []
@@ -302,10 +356,10 @@ class _WholeAnswer(_OpenAIAnswer):
         if self._open:
             return
         choices = [self._choice(sink) for sink in self._sinks]
-        respond = openai_response.chat_response if self._chat else openai_response.completion_response
+        respond = openai_response.chat_response if self.is_chat else openai_response.completion_response
         exceeded = any(sink.reason is FinishReason.QUOTA_EXCEEDED for sink in self._sinks)
         retry_after_s = self._service.retry_after_s() if exceeded else None
-        body = respond(self._id, self._model, self._created, choices, self.usage(), retry_after_s)
+        body = respond(self.id, self._model, self.created, choices, self.usage(), retry_after_s)
         self._exchange.respond(200, (("Content-Type", "application/json"),), body)
 
     def choice_failed(self, error: ApiError) -> None:

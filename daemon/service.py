@@ -18,6 +18,7 @@ from seedance.daemon.doors.infer import InferRequest
 from seedance.daemon.doors.openai_request import ChatRequest, check_prompt_ids
 from seedance.daemon.doors.parameters import Parameters, refuse_long_text, require_model, sampling
 from seedance.daemon.engine_client import EngineClient
+from seedance.daemon.journal_records import StreamRecord
 from seedance.daemon.sampling_defaults import SamplingDefaults
 from seedance.daemon.stop_strings import StopDetokenizer
 from seedance.daemon.stream import Sink, Stream
@@ -74,6 +75,12 @@ class Answer:
         assert self.served is not None
         return self.served.tokenizer.vocabulary
 
+    @property
+    def model(self) -> str:
+        """Return what the streams can only go on with."""
+        assert self.served is not None
+        return self.served.identity
+
     def sink(self, index: int) -> Sink:
         """Return the sink of choice `index`; called once for each, before `started`."""
         raise NotImplementedError
@@ -126,9 +133,10 @@ class Service:
                 resume()
             self.engine.resume()
 
-    def expect(self, resume: Callable[[], None]) -> None:
-        """Take a place for a stream that another worker had; `resume` is called when there is an engine for it."""
-        self._limiter.stream_resumed()
+    def expect(self, resume: Callable[[], None], streams: int = 1) -> None:
+        """Take places for streams that another worker had; `resume` is called when there is an engine for them."""
+        for _ in range(streams):
+            self._limiter.stream_resumed()
         self._expected.append(resume)
 
     def quota_changed(self, quota: Quota) -> None:
@@ -193,6 +201,14 @@ class Service:
             self._submit(request, _tokenised(tokenizer, prompts, chat), answer, served)
         except SeedanceError as exc:
             self._fail(answer, exc, choices)
+
+    def begin_infer(self, request: InferRequest, answer: Answer) -> None:
+        """Go on with an admitted request of the other doors, as `begin` does. Never raises."""
+        if request.messages is None:
+            assert request.prompt is not None
+            self.begin(request, [request.prompt], answer)
+        else:
+            self.begin_chat(request, answer)
 
     def retry_after_s(self) -> float:
         """Return when the tenant may begin another stream, as far as is known now; 0.0 for at once."""
@@ -274,36 +290,39 @@ class Service:
             )
         self._limiter.charge(now, prompt_tokens=prompt_tokens)
 
-    def resume(
-        self,
-        request: Parameters,
-        answer: Answer,
-        model: str,
-        prompt_token_ids: array.array[int],
-        parameters: Sampling,
-        token_ids: array.array[int],
-    ) -> str:
-        """Go on with a stream that another worker had, which was expected; returns all its text so far.
+    def resume(self, request: Parameters, answer: Answer, records: Sequence[StreamRecord]) -> list[str]:
+        """Go on with the streams of a request that another worker had, which were expected, those that have not ended.
 
-        Raises ApiError when that is impossible.
+        Returns the text so far of each. Raises ApiError when going on is impossible.
         """
         assert self.model is not None and self._tokenizer is not None
-        answer.served = Served(self.model, self._tokenizer, self._defaults)
-        if model != answer.served.identity:
-            self.release(1)
-            text = f"cannot go on with a stream of model '{model}': '{answer.served.identity}' is served now"
+        served = answer.served = Served(self.model, self._tokenizer, self._defaults)
+        others = {record.model for record in records} - {served.identity}
+        if others:
+            self.release(sum(record.ended_tokens is None for record in records))
+            text = f"cannot go on with a stream of model '{others.pop()}': '{served.identity}' is served now"
             raise ApiError("engine_unavailable", text)
-        stream = self._stream(request, answer, 0, answer.served, prompt_token_ids, parameters)
-        stream.prompt_token_ids, stream.sampling, stream.token_ids = prompt_token_ids, parameters, token_ids
+        texts = [self._resume(request, answer, index, served, record) for index, record in enumerate(records)]
+        answer.started()
+        return texts
+
+    def _resume(self, request: Parameters, answer: Answer, index: int, served: Served, record: StreamRecord) -> str:
+        assert record.sampling is not None
+        prompt, token_ids = (array.array("I", data) for data in (record.prompt_token_ids, record.token_ids))
+        stream = self._stream(request, answer, index, served, prompt, record.sampling)
+        answer.streams.append(stream)
+        stream.prompt_token_ids, stream.sampling, stream.token_ids = prompt, record.sampling, token_ids
+        stream.cached_tokens = record.cached_tokens
+        if record.ended_tokens is not None:
+            stream.output_tokens = record.ended_tokens
+            return ""
         stream.output_tokens = len(token_ids)
         # What has ended a stream has no text; then the end itself was not told.
         ended = bool(token_ids) and token_ids[-1] in stream.hidden_token_ids
         told = stream.stop or stream.detokenizer
         text = told.feed(token_ids[: len(token_ids) - ended])
         stream.plain = stream.stop is None and stream.detokenizer.is_plain
-        answer.streams.append(stream)
         self.engine.adopt(stream)
-        answer.started()
         return text
 
     def _stream(

@@ -337,11 +337,12 @@ class Worker:
     def _end_streams(self) -> None:
         """Tell every client whose stream still runs; the last of them to close its connection ends the worker.
 
-        Streams of sessions are not ended: they stay in the journal, for the next worker.
+        Streams of sessions and kept streams are not ended: they stay in the journal, for the next worker.
         """
         text = "cannot finish this request: the service is being stopped"
         self.service.engine.end_all(ApiError("overloaded", text, retry_after_s=DRAIN_RETRY_S), is_kept=False)
         self.sessions.park()
+        self.streams.park()
         self._loop.call_later(LAST_WORDS_S, self._finish)
 
     def _leave(self) -> None:

@@ -1,38 +1,23 @@
 """A worker may die at any moment: with the journal the next one gives every client its text, once and in order.
 
-The engine here is a rule: the tokens of a stream follow from its prompt and seed. Whatever the next worker says that a
-stream has brought must be how these tokens begin.
+The clients are those of FM sessions.
 """
 
 from __future__ import annotations
 
 import os
-import random
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from support.fm_worker import TOKENIZER, FmPeer, FmWorker
+from support.fm_worker import FmPeer, FmWorker
+from support.ruled_engine import RuledEngine, expected_text
 
 from seedance.daemon import shared_log
 from seedance.daemon.fm_answer import FmAnswer
 from seedance.daemon.protocol.fm_messages import Accept, Error
-from seedance.engine.channel import Abort, Batch, Delta, Submit, encode, pack_singles
-from seedance.engine.request import FinishReason
 
-WORDS = ["one", " two", " three", "é", "…", "🦆", " and so on", "\n"]
 LENGTH = st.integers(1, 40)
-
-
-def expected_ids(seed: int, length: int) -> list[int]:
-    choose = random.Random(seed)
-    ids = [token_id for _ in range(length) for token_id in TOKENIZER.encode(choose.choice(WORDS))]
-    return ids[:length]
-
-
-def expected_text(seed: int, length: int) -> str:
-    detokenizer = TOKENIZER.detokenizer()
-    return detokenizer.feed(expected_ids(seed, length)) + detokenizer.finish()
 
 
 class Dying(RuleBasedStateMachine):
@@ -43,7 +28,7 @@ class Dying(RuleBasedStateMachine):
         self.fd = shared_log.create("test")
         self.worker = FmWorker(log_fd=self.fd, resume_for_s=1e9)
         self.peer = FmPeer(self.worker)
-        self.running: dict[int, tuple[Submit, list[int]]] = {}
+        self.engine = RuledEngine(self.worker)
         self.asked: dict[int, tuple[int, int]] = {}
         self.cancelled: set[int] = set()
 
@@ -51,7 +36,7 @@ class Dying(RuleBasedStateMachine):
         try:
             self.come_back()
             for _ in range(60):
-                self.step(data=None)
+                self.engine.step()
                 self.peer.pump(0.2)
             for number, (seed, length) in self.asked.items():
                 end = self.peer.last(number)
@@ -73,45 +58,18 @@ class Dying(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.peer.connect()
-        self.hear()
-
-    def hear(self) -> None:
-        for told in self.worker.heard():
-            if isinstance(told, Submit):
-                assert told.sampling.seed is not None
-                ids = expected_ids(told.sampling.seed, told.sampling.max_tokens)
-                assert list(told.emitted_token_ids) == ids[: len(told.emitted_token_ids)]
-                self.running[told.stream] = told, ids[len(told.emitted_token_ids) :]
-            elif isinstance(told, Abort):
-                for number in told.streams:
-                    self.running.pop(number, None)
+        self.engine.hear()
 
     @rule(seed=st.integers(0, 1000), length=LENGTH)
     def ask(self, seed: int, length: int) -> None:
         if len(self.asked) < 6 and self.peer.connection.end_code is None and self.connected:
             number = self.peer.ask(seed=seed, max_tokens=length)
             self.asked[number] = seed, length
-            self.hear()
+            self.engine.hear()
 
     @rule(data=st.data())
     def generate(self, data: st.DataObject) -> None:
-        self.step(data)
-
-    def step(self, data: st.DataObject | None) -> None:
-        """Be the engine: some tokens of some streams, without a turn of the loop."""
-        singles: list[int] = []
-        deltas: list[Delta] = []
-        for number, (_, ids) in list(self.running.items()):
-            count = 1 if data is None else data.draw(st.integers(0, 3))
-            taken, ids[:] = ids[:count], ids[count:]
-            if not ids:
-                deltas.append(Delta(number, taken, FinishReason.LENGTH))
-                del self.running[number]
-            elif count == 1:
-                singles += (number, taken[0])
-            elif taken:
-                deltas.append(Delta(number, taken))
-        self.worker.service.engine.data_received(encode(Batch(deltas, pack_singles(singles))))
+        self.engine.step(data)
 
     @rule(seconds=st.sampled_from([0.0, 0.0, 0.05, 0.3]))
     def pump(self, seconds: float) -> None:
@@ -143,7 +101,7 @@ class Dying(RuleBasedStateMachine):
         else:
             self.peer.connect()
             assert self.peer.refusal is None
-        self.hear()
+        self.engine.hear()
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
@@ -155,7 +113,7 @@ class Dying(RuleBasedStateMachine):
         if ids:
             assert self.worker.sessions.cancel(ids[0])
             self.cancelled.add(number)
-            self.hear()
+            self.engine.hear()
             self.turn()
 
     @rule()
@@ -165,12 +123,7 @@ class Dying(RuleBasedStateMachine):
 
     @rule()
     def lose_the_host(self) -> None:
-        self.worker.service.engine.eof_received()
-        self.running.clear()
-        self.worker.driver.flows.pop(0)
-        self.worker.service.engine.connect(10)
-        self.worker.ready()
-        self.hear()
+        self.engine.lose()
 
     @rule(arrives=st.booleans(), is_ready=st.booleans())
     def die(self, arrives: bool, is_ready: bool) -> None:
@@ -182,21 +135,21 @@ class Dying(RuleBasedStateMachine):
         if self.connected:
             self.peer.client.receive_eof()
         self.peer.connection.end_code = 1006
-        self.running.clear()
         self.worker.die()
         self.worker = self.peer.worker = FmWorker(log_fd=self.fd, resume_for_s=1e9, is_ready=is_ready)
+        self.engine.follow(self.worker)
         if not is_ready:
             self.come_back()
             self.worker.ready()
-        self.hear()
+        self.engine.hear()
 
-    @precondition(lambda self: self.connected and self.running)
+    @precondition(lambda self: self.connected and self.engine.running)
     @rule(data=st.data(), steps=st.integers(1, 12), anew=st.booleans())
     def die_while_nobody_is_there(self, data: st.DataObject, steps: int, anew: bool) -> None:
         """Kill a worker that has text, and ends, for a client that is away."""
         self.drop()
         for _ in range(steps):
-            self.step(data)
+            self.engine.step(data)
         self.turn()
         if anew:
             self.write_all_anew()

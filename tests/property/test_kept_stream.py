@@ -71,7 +71,7 @@ def test_each_record_once_and_in_order(operations: list[tuple[str, int]]) -> Non
             client.connect(value)
         elif what == "drain" and client.reader is not None:
             client.reader.room_bytes = value
-            stream.pump()
+            stream.drained()
         elif what == "lose":
             client.lose(value)
         # One record may be on the way when there is no more room, and the newest is always kept.

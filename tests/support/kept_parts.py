@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from support.fm_worker import KEY, FmWorker
 
 from seedance.daemon.doors.errors import ApiError
+from seedance.daemon.journal import Journal
 from seedance.daemon.kept_stream import KeptStream
 from seedance.daemon.kept_streams import KeptStreams
 from seedance.daemon.service import Answer
@@ -39,6 +40,9 @@ class FakeReader:
     def taken_over(self) -> None:
         self.said.append("taken_over")
 
+    def sent_away(self) -> None:
+        self.said.append("sent_away")
+
     def fail(self, error: ApiError) -> None:
         self.said.append(error.code)
 
@@ -60,14 +64,21 @@ class FakeStreams:
 
     def __init__(self, stream_bytes: int = 4000) -> None:
         self.stream_bytes = stream_bytes
+        self.journal = Journal()
         self.said: list[str] = []
 
     def stream(self) -> KeptStream:
-        """Return a stream that has an answer."""
+        """Return a stream that has an answer; what there is to send is sent at once."""
         stream = KeptStream(self, "events")
         stream.kept = Kept("name", "name.mac", stream)
         stream.answer = FakeAnswer(stream)
         return stream
+
+    def touched(self, stream: KeptStream) -> None:
+        stream.send(stream.prepare())
+
+    def flush(self) -> None:
+        pass
 
     def set_paused(self, streams: Sequence[Stream], is_paused: bool) -> None:
         self.said.append("pause" if is_paused else "go on")
@@ -91,9 +102,25 @@ class FakeStreams:
 class KeptWorker(FmWorker):
     """A worker's part that FM sessions and kept streams are; what the JSON door needs of its worker, too."""
 
-    def __init__(self, *, resume_for_s: float = 10.0, memory_bytes: int | None = None) -> None:
-        super().__init__(resume_for_s=resume_for_s, memory_bytes=memory_bytes)
+    def __init__(
+        self,
+        *,
+        resume_for_s: float = 10.0,
+        memory_bytes: int | None = None,
+        bound_bytes: int = 64 << 10,
+        log_fd: int | None = None,
+        is_ready: bool = True,
+    ) -> None:
+        super().__init__(
+            resume_for_s=resume_for_s,
+            memory_bytes=memory_bytes,
+            bound_bytes=bound_bytes,
+            log_fd=log_fd,
+            is_ready=False,
+        )
         self.streams = KeptStreams(self.loop, self.service, KEY, self.quota, self.sessions, self.max_backlog_bytes)
+        if is_ready:
+            self.ready()
 
     def begin(self, door: str = "events") -> KeptStream:
         """Return a new stream that has an answer."""

@@ -7,7 +7,7 @@ from support.kept_parts import FakeReader, FakeStreams
 
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.history import RECORD_COST_BYTES
-from seedance.daemon.kept_stream import MAX_KEY_CHARACTERS, RequestKey
+from seedance.daemon.kept_request import RequestKey
 
 
 def test_who_keeps_up_gets_each_record_at_once() -> None:
@@ -102,7 +102,7 @@ def test_what_waits_for_a_client_is_never_dropped_and_pauses_the_stream() -> Non
         stream.append(b"x" * 100)
     assert stream.is_full
     reader.room_bytes = 100_000
-    stream.pump()
+    stream.drained()
     assert [seq for seq, _ in reader.taken] == list(range(1, 20))
     assert streams.said[-1] == "go on"
     assert stream.held_bytes - streams.stream().held_bytes <= 18 * cost
@@ -119,7 +119,7 @@ def test_a_stream_pauses_and_waits_for_who_is_away() -> None:
     assert len(reader.taken) == 20  # one piece
     assert streams.said[-1] == "go on"
     stream.disconnected(reader)
-    stream.pump()  # late news of a flow that is gone
+    stream.drained()  # late news of a flow that is gone
     assert streams.said[-1] == "left"
 
 
@@ -131,7 +131,7 @@ def test_much_goes_in_pieces() -> None:
     stream.connect(reader, 0)
     assert reader.pieces == [17, 17]
     reader.room_bytes = 1000_000
-    stream.pump()
+    stream.drained()
     assert [seq for seq, _ in reader.taken] == list(range(1, 101))
 
 
@@ -168,10 +168,33 @@ def test_cancelling_ends_it_once() -> None:
     assert stream.id == "name"
 
 
-def test_the_key_of_a_request() -> None:
-    assert RequestKey.of("k", b"a") == RequestKey.of("k", b"a")
-    assert RequestKey.of("k", b"a") != RequestKey.of("k", b"b")
-    for key in ("", "k" * (MAX_KEY_CHARACTERS + 1)):
-        with pytest.raises(ApiError, match=r"^cannot use an idempotency key") as caught:
-            RequestKey.of(key, b"")
-        assert caught.value.param == "idempotency_key"
+def test_what_it_needs_goes_to_the_next_worker() -> None:
+    """What was not sent is not let go of there, and pauses the stream as it did here."""
+    streams = FakeStreams(4000)
+    stream, reader = streams.stream(), FakeReader(room_bytes=150)
+    stream.begin()
+    stream.connect(reader, 0)
+    for _ in range(12):
+        stream.append(b"x" * 100)
+    assert (len(reader.taken), streams.said[-1]) == (2, "pause")
+    streams = FakeStreams(4000)
+    again = streams.stream()
+    again.restore(stream._record())
+    assert (again.is_begun, again.is_over, again.held_bytes) == (True, False, stream.held_bytes)
+    for _ in range(40):
+        again.append(b"y" * 100)
+    assert again.oldest_seq <= 3
+    assert (again.is_full, streams.said) == (True, ["pause"])
+    newest = FakeReader()
+    again.connect(newest, 2)
+    assert [record[:1] for _, record in newest.taken] == [b"x"] * 10 + [b"y"] * 40
+
+
+def test_the_service_goes_away() -> None:
+    streams, reader = FakeStreams(), FakeReader()
+    stream = streams.stream()
+    stream.begin()
+    stream.connect(reader, 0)
+    for _ in range(2):
+        stream.park()
+    assert (reader.said, streams.said[-1]) == (["begin", "sent_away"], "left")

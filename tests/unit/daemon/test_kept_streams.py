@@ -12,7 +12,8 @@ from support.kept_parts import FakeReader, KeptWorker
 
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.fm_streams import SESSION_COST_BYTES
-from seedance.daemon.kept_stream import STREAM_COST_BYTES, KeptStream, RequestKey
+from seedance.daemon.kept_request import RequestKey
+from seedance.daemon.kept_stream import STREAM_COST_BYTES, KeptStream
 from seedance.daemon.kept_streams import LEAST_STREAM_BYTES
 from seedance.qos.quota import SessionQuota
 
@@ -43,6 +44,7 @@ def finished(stream: KeptStream) -> KeptStream:
     reader = FakeReader()
     stream.connect(reader, 0)
     stream.finish()
+    stream._streams.flush()
     assert reader.said[-1] == "all_taken"
     return stream
 
@@ -138,6 +140,8 @@ def test_any_client_ends_a_stream_by_its_name(worker: KeptWorker) -> None:
     stream, reader = worker.begin(), FakeReader()
     stream.connect(reader, 0)
     assert worker.sessions.cancel(stream.id)
+    assert reader.taken == []  # before the journal has it
+    worker.wait()
     assert reader.taken == [(1, b"abort")]
 
 
