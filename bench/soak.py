@@ -36,8 +36,9 @@ from bench.processes import end_in_order
 from bench.report import say
 
 FRAMES_ALONE: Final = "frames"
-"""The tenant whose worker is killed: only sessions of `/v2/stream` outlive it."""
 ALL_DOORS: Final = ("acme", "globex")
+WORKERS_KILLED: Final = (FRAMES_ALONE,)
+"""The tenants whose workers are killed: only sessions of `/v2/stream` outlive that."""
 PATH: Final = "/v1/completions"
 LIFE_S: Final = (1.0, 5.0)
 DEATH_EVERY_S: Final = (1.5, 5.0)
@@ -135,7 +136,7 @@ class Soak:
     async def _kill(self) -> None:
         choose = random.Random(f"{self._seed} deaths")
         pids: dict[str, Callable[[], int]] = {
-            "worker": lambda: self._daemon.tenant(FRAMES_ALONE).worker_pid,
+            "worker": lambda: self._daemon.tenant(choose.choice(WORKERS_KILLED)).worker_pid,
             "gateway": lambda: self._daemon.child("gateway").pid,
             "host": lambda: self._daemon.child("engine host").pid,
             "zygote": lambda: self._daemon.child("zygote").pid,

@@ -24,7 +24,7 @@ from bench.absence import absences
 from bench.exactly_once import NotOnce
 from bench.processes import BenchError, end_in_order
 from bench.report import BUILD, Spread, add_ratio, draw, machine, publish, rounded, save, spread, versions
-from bench.survive_clients import Kept, Resumes, kept, resumes
+from bench.survive_clients import RESUMED_TOKENS_PER_S, Kept, Resumes, kept, resumes
 from bench.survive_daemon import DAEMON_DEATHS, daemon_deaths, managed
 from bench.survive_engine import ENGINE_DEATHS, Sample, engine_deaths
 
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> Found:
     if "daemon" in arguments.parts:
         chosen = [death for death in DAEMON_DEATHS if death in deaths]
         found.deaths += daemon_deaths(folder / "d", arguments.rounds, chosen, arguments.tokens)
-        with managed(folder / "r") as daemon:
+        with managed(folder / "r", RESUMED_TOKENS_PER_S) as daemon:
             found.resumes = asyncio.run(resumes(daemon))
         with managed(folder / "k") as daemon:
             found.kept = asyncio.run(kept(daemon))

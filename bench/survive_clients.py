@@ -23,6 +23,7 @@ from bench.processes import private_bytes
 from bench.survive_daemon import LIMIT_S, PATH, PROMPT, TENANT, completion
 
 RESUMES: Final = 20
+RESUMED_TOKENS_PER_S: Final = 500
 ENDLESS_TOKENS: Final = 5000
 KEPT_SESSIONS: Final = 20
 KEPT_STREAMS: Final = 10

@@ -35,10 +35,6 @@ OTHERS: Final = 10
 """Streams of each other door, where it keeps them."""
 TOKENS_PER_S: Final = 50
 LIMIT_S: Final = 120.0
-TABLES: Final = {
-    "engine": {"max_model_len": 8192},
-    "engine.synthetic": {"tokens_per_s": TOKENS_PER_S, "prompt_tokens_per_s": 20_000},
-}
 LIMITS: Final = "[tokens]\nstreams = 512\n[requests]\nqueue = 512\n"
 
 
@@ -61,11 +57,13 @@ class One:
 
 
 @contextlib.contextmanager
-def managed(folder: Path) -> Iterator[Daemon]:
+def managed(folder: Path, tokens_per_s: int = TOKENS_PER_S) -> Iterator[Daemon]:
     """Run a daemon with what a service manager keeps for it."""
+    synthetic = {"tokens_per_s": tokens_per_s, "prompt_tokens_per_s": 20_000}
+    tables: dict[str, dict[str, Any]] = {"engine": {"max_model_len": 8192}, "engine.synthetic": synthetic}
     folder.mkdir(parents=True, exist_ok=True)
     store = FdStore(folder / "notify.sock")
-    daemon = Daemon(folder / "d", tables=TABLES, store=store)
+    daemon = Daemon(folder / "d", tables=tables, store=store)
     try:
         daemon.add_tenant(TENANT, LIMITS)
         daemon.start()
@@ -172,7 +170,7 @@ async def _restart(daemon: Daemon) -> None:
     await asyncio.to_thread(daemon.start)
 
 
-DAEMON_DEATHS: Final[dict[str, Callable[[Daemon], Awaitable[None]]]] = {
+DAEMON_DEATHS: Final[dict[str, Callable[[Daemon], Coroutine[Any, Any, None]]]] = {
     "gateway": _kill_gateway,
     "host": _kill_host,
     "worker": _kill_worker,

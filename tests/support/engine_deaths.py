@@ -22,7 +22,7 @@ from support.stall import Stall, watch
 from support.tiny_model import tiny_model
 
 from seedance.engine.channel import Submit, encode
-from seedance.engine.failover import CONTINUED, ON_CPU
+from seedance.engine.failover import CONTINUED, ON_CPU, STABLE_S
 from seedance.engine.request import FinishReason, Sampling
 from seedance.engine.settings import EngineSettings, FailoverSettings
 
@@ -154,7 +154,9 @@ class EngineDeaths:
         return await self.disturbed(stop_first)
 
     async def fork_server(self) -> Streams:
-        """Kill both engines."""
+        """Kill both engines, once they are so old that the next one is started at once."""
+        await wait_standby(self.host)
+        await asyncio.sleep(STABLE_S)
         return await self.disturbed(kill_all)
 
     async def cpu(self) -> Streams:
