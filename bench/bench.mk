@@ -16,7 +16,7 @@ $(BENCH_BUILD)/%: bench/%.c bench/load.c bench/load.h | $(BENCH_BUILD)
 .PHONY: bench-programs
 bench-programs: $(addprefix $(BENCH_BUILD)/,fanout_uring fanout_client sse_client fm_client)
 
-BENCHES := frontend e2e wire fanout idle scheduler neighbour isolation
+BENCHES := frontend e2e wire fanout idle scheduler neighbour survive isolation
 
 .PHONY: bench
 bench: ## All comparisons with their own arguments, one after the other, then docs/performance.md; some hours
@@ -65,6 +65,18 @@ bench-scheduler: ## Shares kept, and throughput beside vLLM's own scheduler; las
 bench-neighbour: ## A flood of long prompts beside short requests; last line JSON: BENCH_ARGS="--seconds 60"
 	@$(SETUP) base bench engine
 	@$(BENCH_ENV) $(PY) -m bench.neighbour $(BENCH_ARGS)
+
+.PHONY: bench-survive
+bench-survive: ## Deaths of everything under streams, nothing lost; last line JSON: BENCH_ARGS="--rounds 3 --parts daemon"
+	@$(SETUP) base bench engine
+	@$(BENCH_ENV) $(PY) -m bench.survive $(BENCH_ARGS)
+
+SECONDS ?= 600
+
+.PHONY: soak
+soak: ## A mixed load under random deaths, every text checked; last line JSON: SECONDS=600 SOAK_ARGS="--seed 1"
+	@$(SETUP) base bench
+	@$(BENCH_ENV) $(PY) -m bench.soak --seconds $(SECONDS) $(SOAK_ARGS)
 
 .PHONY: bench-isolation
 bench-isolation: bpf ## How exactly the kernel's limits hold, in a guest; last line JSON: BENCH_ARGS="--seconds 20 --pairs 3"

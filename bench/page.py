@@ -145,6 +145,22 @@ SECTIONS: Final = (
         ),
     ),
     Section(
+        "survive",
+        "Deaths",
+        "How long the stream that waits longest stands still, and what is lost, when something dies under fifty"
+        " streams: real engines with a tiny model, the daemon's processes with the synthetic engine.",
+        "",
+        (
+            Row("stands still, s", "stall_s"),
+            Row("the first to go on, s", "first_stall_s"),
+            Row("frames sent again", "frames_resent"),
+            Row("lost", "lost"),
+            Row("doubled", "doubled"),
+            Row("cut to the next text, ms", "resume_ms"),
+            Row("held of a stream whose client is away, bytes", "bytes_per_stream"),
+        ),
+    ),
+    Section(
         "isolation",
         "Limits that the kernel keeps",
         "Relative errors of a tenant's limits in an emulated guest, and what a neighbour feels of tenants at theirs.",

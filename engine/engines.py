@@ -248,6 +248,11 @@ class Engines:
         """The engine that new requests go to, None while they wait."""
         return None if self.is_held or self._is_replacing else self.active
 
+    @property
+    def standing_by(self) -> int:
+        """How many engines would take over at once."""
+        return sum(engine.role is Role.STANDBY for engine in self.all)
+
     async def step_down(self) -> None:
         """End the active engine and those that stand by, with nobody to follow; returns when they have gone.
 

@@ -390,7 +390,8 @@ class EngineHost:
                 async with asyncio.timeout(_STATISTICS_TIMEOUT_S):
                     engine = await active.adapter.statistics()
         channels = [channel.statistics() for channel in self._channels.values()]
-        self._tell(host_link.Statistics(query, engine, channels, time.process_time()))
+        standing_by = self.engines.standing_by if self.engines is not None else 0
+        self._tell(host_link.Statistics(query, engine, channels, time.process_time(), standing_by))
 
     def _tell(self, message: host_link.FromHost) -> None:
         self._link.send(host_link.FROM_HOST.encode(message))

@@ -77,12 +77,16 @@ class ChannelStatistics(msgspec.Struct, array_like=True, frozen=True, kw_only=Tr
 
 
 class Statistics(msgspec.Struct, tag=8, array_like=True, frozen=True):
-    """host → supervisor: the engine, every channel, and the processor time that the host itself has used."""
+    """host → supervisor: the engine, every channel, and the processor time that the host itself has used.
+
+    `standing_by` engines are warm, for when the active one dies.
+    """
 
     query: int
     engine: EngineStatistics
     channels: list[ChannelStatistics]
     cpu_s: float
+    standing_by: int = 0
 
 
 class LoadModel(msgspec.Struct, tag=20, array_like=True, frozen=True):

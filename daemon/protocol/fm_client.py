@@ -142,7 +142,8 @@ class ClientSession(Session):
         self._heartbeat = Heartbeat(now)
         if self._hello_wait_s == _HELLO_AGAIN_S:  # asked once: the answer is to that
             self._round_trip.measured(now - self._hello_at_s)
-        self._events.append(Welcomed(welcome.session_id, welcome.resume_for_ms, continued))
+        again = welcome.next_seq - self._receiver.expected_seq if continued else 0
+        self._events.append(Welcomed(welcome.session_id, welcome.resume_for_ms, continued, again))
         self._welcomed()
 
     def _begin_anew(self, welcome: Welcome) -> None:

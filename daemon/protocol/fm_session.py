@@ -66,11 +66,15 @@ class PeerGone(msgspec.Struct, frozen=True):
 
 
 class Welcomed(msgspec.Struct, frozen=True):
-    """The session is connected; without `continued` it is a new one, and no stream of before is in it."""
+    """The session is connected; without `continued` it is a new one, and no stream of before is in it.
+
+    `frames_resent` had a number before, have not come, and come now.
+    """
 
     session_id: str
     resume_for_ms: int
     continued: bool
+    frames_resent: int = 0
 
 
 Event = Message | Drained | Failed | PeerGone | Welcomed

@@ -129,7 +129,7 @@ def test_a_worker_that_died_is_followed_although_nobody_comes(daemon: Daemon) ->
             before = daemon.tenant("acme").used.output_tokens
             await asyncio.to_thread(wait_until, lambda: not daemon.tenant("acme").used.streams)
             assert daemon.tenant("acme").used.output_tokens > before
-            fm._task = asyncio.create_task(fm._run())
+            fm.task = asyncio.create_task(fm._run())
             end = await stream.end()
             assert stream.text == expected_text(PROMPT, tokens)
             assert end.usage["completion_tokens"] == tokens

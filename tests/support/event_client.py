@@ -85,9 +85,11 @@ class EventClient:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def stream(self, path: str, body: dict[str, Any], request_key: str = "") -> Events:
-        """Ask for a resumable stream, and read all of it, whatever happens to connections."""
-        events = Events()
+    async def stream(
+        self, path: str, body: dict[str, Any], request_key: str = "", events: Events | None = None
+    ) -> Events:
+        """Ask for a resumable stream, and read all of it, whatever happens to connections; `events` is what to fill."""
+        events = Events() if events is None else events
         body = {"stream": True, "resumable": True, **body}
         while not events.is_done:
             try:

@@ -67,8 +67,8 @@ class FmStream:
 class FmClient:
     """One session; an asynchronous context manager, which ends the session when it is left.
 
-    While `reading` is not set, nothing is taken. `keeps_trying` off leaves it to `reconnect` when there is to be
-    another connection.
+    `task` connects and reads; it ends early only with what should not be. While `reading` is not set, nothing is taken.
+    `keeps_trying` off leaves it to `reconnect` when there is to be another connection.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class FmClient:
         self._may_connect = asyncio.Event()
         self._may_connect.set()
         self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
 
     async def __aenter__(self) -> FmClient:
-        self._task = asyncio.create_task(self._run())
+        self.task = asyncio.create_task(self._run())
         await self.wait(lambda client: bool(client.welcomes))
         return self
 
@@ -122,10 +122,10 @@ class FmClient:
 
     async def leave(self) -> None:
         """Go away without a word, as a process that dies; the session stays at the server."""
-        if self._task is not None:
-            self._task.cancel()
+        if self.task is not None:
+            self.task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+                await self.task
         self.drop()
 
     def drop(self) -> None:

@@ -69,6 +69,7 @@ class JsonStream:
 class JsonClient:
     """A client with several streams at once on one connection; an asynchronous context manager.
 
+    `task` connects and reads; it ends early only with what should not be.
     `keeps_trying` off leaves it to `reconnect` when there is to be another connection.
     """
 
@@ -91,18 +92,18 @@ class JsonClient:
         self._may_connect = asyncio.Event()
         self._may_connect.set()
         self._choose = choose or random.Random()
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
         self._unsent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
     async def __aenter__(self) -> JsonClient:
-        self._task = asyncio.create_task(self._run())
+        self.task = asyncio.create_task(self._run())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
+        assert self.task is not None
+        self.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+            await self.task
         self.drop()
 
     def ask(self, prompt: Any, **fields: Any) -> JsonStream:

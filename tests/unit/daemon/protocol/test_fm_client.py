@@ -71,6 +71,14 @@ def test_what_is_asked_between_connections_is_sent_with_the_next() -> None:
     assert client.events_received() == [Welcomed("s", 60_000, continued=False), Welcomed("s", 60_000, continued=True)]
 
 
+def test_a_welcome_tells_how_much_comes_again() -> None:
+    client = welcomed()
+    client.receive_eof()
+    client.connect(1.0)
+    feed(client, 2.0, (0, msgspec.structs.replace(WELCOME, next_seq=4)))
+    assert client.events_received()[-1] == Welcomed("s", 60_000, continued=True, frames_resent=3)
+
+
 def test_another_epoch_begins_anew() -> None:
     client = welcomed()
     client.infer(Infer(stream=1, model="m"))
