@@ -114,7 +114,9 @@ def rest(server: SyntheticServer, seconds: float) -> float:
     return (sum(server.cpu_ns().values()) - before_ns) / 1e3 / (time.monotonic() - begun_s)
 
 
-def run_round(server: SyntheticServer, idle: Clients, busy: Clients, arguments: argparse.Namespace, hold_s: float) -> Round:
+def run_round(
+    server: SyntheticServer, idle: Clients, busy: Clients, arguments: argparse.Namespace, hold_s: float
+) -> Round:
     """Run one round; see `Round`."""
     seconds, streams = arguments.seconds, arguments.streams
     without = stream(busy, streams, 1, seconds)[0]
@@ -216,9 +218,7 @@ def main() -> None:
         server = SyntheticServer(arguments.build, arguments.server_cores, tenants, most, tables)
         stack.callback(server.stop)
         server.start()
-        idle = Clients(
-            server, parts(arguments.connections, tenants), arguments.build, arguments.client_cores, "idle"
-        )
+        idle = Clients(server, parts(arguments.connections, tenants), arguments.build, arguments.client_cores, "idle")
         stack.callback(idle.stop)
         busy = Clients(server, parts(arguments.streams, tenants), arguments.build, arguments.client_cores, "busy")
         stack.callback(busy.stop)

@@ -16,8 +16,8 @@ _CONNTRACK_BYTES: Final = 320
 
 TEXT: Final = """### A million of them, on paper
 
-What one connection takes, times {connections:,}; this was not tried. A worker is one process on one processor: more tenants
-divide the pings, and nothing else. `http.ping_interval` twice as long halves them.
+What one connection takes, times {connections:,}; this was not tried. A worker is one process on one processor: more
+tenants divide the pings, and nothing else. `http.ping_interval` twice as long halves them.
 
 | | |
 | --- | ---: |
@@ -38,8 +38,8 @@ net.netfilter.nf_conntrack_max = {files}  # where connections are tracked at all
 net.ipv4.tcp_max_tw_buckets = {files}    # they may all leave at once
 ```
 
-Nothing of it changes what one connection takes: an idle one has no buffers, so `net.ipv4.tcp_rmem` and `tcp_wmem` bound those
-that stream. `net.ipv4.tcp_mem` is for these, too; its default goes by the machine's memory.
+Nothing of it changes what one connection takes: an idle one has no buffers, so `net.ipv4.tcp_rmem` and `tcp_wmem`
+bound those that stream. `net.ipv4.tcp_mem` is for these, too; its default goes by the machine's memory.
 """
 
 

@@ -191,9 +191,7 @@ def picture(path: Path, rounds: Sequence[Round]) -> None:
     def panel(field: str) -> dict[str, dict[str, Spread]]:
         bars = {"alone": spread([getattr(one.alone, field) / 1e3 for one in rounds])}
         for whose in WHOSE:
-            bars[f"prompts of the {whose} tenant"] = spread(
-                [getattr(one.beside[whose], field) / 1e3 for one in rounds]
-            )
+            bars[f"prompts of the {whose} tenant"] = spread([getattr(one.beside[whose], field) / 1e3 for one in rounds])
         return {"p99": bars}
 
     draw(path, [("Between tokens", "ms", panel("gap_p99_us")), ("/healthz", "ms", panel("health_p99_us"))])

@@ -3,7 +3,7 @@
 A thread would not do: a tokenizer's library makes objects of all its tokens at the end, and holds the interpreter's
 lock meanwhile (35 ms for 200,000 tokens); one in Python takes the lock again and again. The process is a fork of the
 worker, so it has the tokenizer already and is in the tenant's control group; a lower priority has it give way to the
-streams. What it has taken for a prompt goes back to the kernel with its end, which comes when there was none for a while.
+streams. What it has taken for a prompt goes back to the kernel with its end, when there was none for a while.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ M = TypeVar("M")
 class Rounds(Generic[M]):
     """Says who is visited when, so that each member is once in `period_s`, evenly spread; `now` is any clock's.
 
-    `at_once` are visited in one turn, or more where turns would come too soon after each other. Who comes in the middle of a round is visited in the next one. `members` stays its owner's, and changes as it likes.
+    `at_once` are visited in one turn, or more where turns would come too soon after each other. Who comes in the middle
+    of a round is visited in the next one. `members` stays its owner's, and changes as it likes.
     """
 
     __slots__ = ("_at_once", "_begun_s", "_left", "_members", "_period_s", "_total")

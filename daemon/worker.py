@@ -248,13 +248,14 @@ class Worker:
             self._report(WorkerIdle())
 
     def _check(self, connection: Connection, now: float) -> None:
-        is_http = isinstance(connection, HttpConnection)
-        if connection.flow.waiting_bytes and (not is_http or connection.http.phase is Phase.STREAMING):
-            self._check_stalled(connection, now)
-        else:
-            self._stalled.pop(connection, None)
-        if is_http:
+        may_stall = True
+        if isinstance(connection, HttpConnection):
+            may_stall = connection.http.phase is Phase.STREAMING
             self._check_deadline(connection, now)
+        if may_stall and connection.flow.waiting_bytes:
+            self._check_stalled(connection, now)
+        elif connection in self._stalled:
+            del self._stalled[connection]
 
     def _check_stalled(self, connection: Connection, now: float) -> None:
         """Cut off who has taken nothing for `idle_timeout` of a stream that waits for it, paused or not."""

@@ -6,6 +6,7 @@ from bench.idle import MOST_PER_TENANT, Phase, Round, phase_of, summary, tenants
 from bench.processes import BenchError
 from bench.synthetic import Memory, parts
 
+
 def phase(p99_us: int) -> Phase:
     return Phase(messages=1000, gap_p50_us=50_000, gap_p99_us=p99_us, gap_p999_us=2 * p99_us, tokens_per_message=1.0)
 

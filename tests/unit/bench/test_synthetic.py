@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import tomllib
 
-from bench.synthetic import kernel_bytes, parts, toml
+from bench.synthetic import Tables, kernel_bytes, parts, toml
 
 MEMINFO = "MemTotal:       24000000 kB\nSlab:             100000 kB\nSReclaimable:      40000 kB\n"
 SOCKSTAT = "sockets: used 16\nTCP: inuse 1 orphan 0 tw 0 alloc 1 mem 25\nUDP: inuse 0 mem 3\n"
@@ -19,7 +19,7 @@ def test_parts_differ_by_one_at_most_and_are_the_whole() -> None:
 
 
 def test_tables_are_toml() -> None:
-    tables = {"listen": {"tcp": ["127.0.0.1:80"]}, "engine.synthetic": {"tokens_per_s": 20, "tokenizer": "/a \\b"}}
+    tables: Tables = {"listen": {"tcp": ["127.0.0.1:80"]}, "engine.synthetic": {"tokens_per_s": 20, "tokenizer": "/a \\b"}}
     assert tomllib.loads(toml(tables)) == {
         "listen": {"tcp": ["127.0.0.1:80"]},
         "engine": {"synthetic": {"tokens_per_s": 20, "tokenizer": "/a \\b"}},

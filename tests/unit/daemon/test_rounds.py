@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from seedance.daemon.rounds import SHORTEST_TURN_S, Rounds
@@ -27,7 +29,7 @@ def test_each_is_visited_once_in_each_round(count: int) -> None:
             times[member].append(now)
     for seen in times.values():
         assert len(seen) >= 3
-        gaps = [later - earlier for earlier, later in zip(seen, seen[1:], strict=False)]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(seen)]
         assert gaps == pytest.approx([PERIOD_S] * len(gaps), abs=max(0.2, PERIOD_S * AT_ONCE / count))
 
 
