@@ -38,7 +38,7 @@ DISTRIBUTIONS: Final = ("msgspec", "numpy")
 class Round(msgspec.Struct, frozen=True):
     """One round, all times from the engine's: of the last byte, and of each message behind a step that is known.
 
-    `tokens_per_message` is over 1 also because some characters take several tokens.
+    `tokens_per_message` over 1: somebody was late, and put tokens together.
     """
 
     messages: int

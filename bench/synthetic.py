@@ -1,4 +1,8 @@
-"""The whole daemon with its synthetic engine, and the load clients of its tenants."""
+"""The whole daemon with its synthetic engine, and the load clients of its tenants.
+
+The engine's tokens are those of a real model's tokenizer. In its own vocabulary every tenth word is cut inside a
+character: then no message comes for a step, which would look like a late one.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from support.tiny_model import tiny_model
 
 from bench.openai_servers import MODEL, ServerProcess
 from bench.processes import BenchError, LineProcess, private_bytes, spent
@@ -69,7 +74,11 @@ class SyntheticServer(ServerProcess):
             "listen": {"tcp": [self.address(tenant) for tenant in range(len(self._keys))]},
             "paths": {"state": f"{folder}/state", "run": f"{folder}/run"},
             "engine": {"kind": "synthetic", "name": MODEL, "max_streams": most * len(self._keys)},
-            "engine.synthetic": {"prompt_tokens_per_s": 0, "kv_blocks": 10_000_000},
+            "engine.synthetic": {
+                "prompt_tokens_per_s": 0,
+                "kv_blocks": 10_000_000,
+                "tokenizer": str(tiny_model()),
+            },
         }
         for name, table in self._tables.items():
             own.setdefault(name, {}).update(table)
