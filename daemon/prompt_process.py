@@ -76,8 +76,8 @@ def _be_prompt_process(link: Connection[bytes, bytes], tokenizer: Tokenizer) -> 
         # The worker's connections too: they would stay open for as long as this process has them.
         close_all_but([link.fileno()])
         set_name("seed-prompts")
-        os.nice(_NICE)
         with contextlib.suppress(EOFError, OSError):
+            os.nice(_NICE)
             while True:
                 link.send_bytes(_answer(link.recv_bytes(), tokenizer))
     finally:
