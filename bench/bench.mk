@@ -16,7 +16,7 @@ $(BENCH_BUILD)/%: bench/%.c bench/load.c bench/load.h | $(BENCH_BUILD)
 .PHONY: bench-programs
 bench-programs: $(addprefix $(BENCH_BUILD)/,fanout_uring fanout_client sse_client fm_client)
 
-BENCHES := frontend e2e wire fanout idle scheduler neighbour survive isolation
+BENCHES := frontend e2e wire fanout streams prompts idle scheduler neighbour survive isolation
 
 .PHONY: bench
 bench: ## All comparisons with their own arguments, one after the other, then docs/performance.md; some hours
@@ -55,6 +55,18 @@ bench-idle: ## 100,000 idle WebSockets; last line JSON: BENCH_ARGS="--connection
 	@$(SETUP) base bench
 	@$(MAKE) bench-programs >&2
 	@$(BENCH_ENV) $(PY) -m bench.idle $(BENCH_ARGS)
+
+.PHONY: bench-streams
+bench-streams: ## 2,048 streams at 20 tokens/s: is the last byte there in time?; last line JSON: BENCH_ARGS="--seconds 60"
+	@$(SETUP) base bench
+	@$(MAKE) bench-programs >&2
+	@$(BENCH_ENV) $(PY) -m bench.streams $(BENCH_ARGS)
+
+.PHONY: bench-prompts
+bench-prompts: ## Live streams beside prompts of 200,000 tokens; last line JSON: BENCH_ARGS="--rounds 3"
+	@$(SETUP) base bench
+	@$(MAKE) bench-programs >&2
+	@$(BENCH_ENV) $(PY) -m bench.prompts $(BENCH_ARGS)
 
 .PHONY: bench-scheduler
 bench-scheduler: ## Shares kept, and throughput beside vLLM's own scheduler; last line JSON: BENCH_ARGS="--seconds 60"

@@ -21,6 +21,9 @@
  *                           between the messages of
  *                           each connection
  *   gaps FILE               write them and keep no more  gaps COUNT lost
+ *   arrivals                begin to keep the times of   watching
+ *                           all messages
+ *   arrivals FILE           write them and keep no more  arrivals COUNT lost
  *   counters                                             counters …
  *   close                   close all connections        closed N
  *   quit
@@ -30,7 +33,8 @@
  * sets the pace), first_ns, last_ns (arrivals), busy_ns (rounds of the loop that found something), lost (connections that the server closed;
  * the first one ends the run).
  * Times are CLOCK_MONOTONIC. A file of arrival times holds native u64: STEPS start times (0 when unknown), then for
- * each connection STEPS arrival times. One of gaps holds native u32, in µs. A file of batches holds, for each, a native u32 length and the bytes.
+ * each connection STEPS arrival times. One of gaps holds native u32, in µs, one of arrivals
+ * native u64, in the order in which they came. A file of batches holds, for each, a native u32 length and the bytes.
  */
 
 #define _GNU_SOURCE
@@ -99,6 +103,8 @@ static struct {
 	uint64_t steps;
 	uint32_t *gaps; /* NULL while none are kept */
 	size_t gap_count, gap_room;
+	uint64_t *arrivals; /* the same */
+	size_t arrival_count, arrival_room;
 
 	uint8_t *batch_bytes;
 	struct batch *batches;
@@ -217,10 +223,23 @@ static void keep_gap(struct conn *conn, uint64_t now_ns)
 	conn->last_ns = now_ns;
 }
 
+static void keep_arrival(uint64_t now_ns)
+{
+	if (c.arrival_count == c.arrival_room) {
+		c.arrival_room *= 2;
+		c.arrivals = realloc(c.arrivals, c.arrival_room * sizeof *c.arrivals);
+		if (!c.arrivals)
+			die("cannot keep %zu arrivals", c.arrival_room);
+	}
+	c.arrivals[c.arrival_count++] = now_ns;
+}
+
 static void message_arrived(struct conn *conn, uint64_t now_ns)
 {
 	if (c.gaps)
 		keep_gap(conn, now_ns);
+	if (c.arrivals)
+		keep_arrival(now_ns);
 	if (c.now.messages++ == 0)
 		c.now.first_ns = now_ns;
 	c.now.last_ns = now_ns;
@@ -556,6 +575,25 @@ static void write_gaps(const char *path)
 	reply("gaps %zu %llu", c.gap_count, (unsigned long long)c.now.lost);
 }
 
+static void begin_arrivals(void)
+{
+	c.arrival_count = 0;
+	c.arrival_room = 1 << 16;
+	c.arrivals = realloc(c.arrivals, c.arrival_room * sizeof *c.arrivals);
+	reply("watching");
+}
+
+static void write_arrivals(const char *path)
+{
+	FILE *file = fopen(path, "wb");
+
+	if (!file || fwrite(c.arrivals, sizeof *c.arrivals, c.arrival_count, file) != c.arrival_count || fclose(file))
+		die("cannot write %s: %s", path, strerror(errno));
+	free(c.arrivals);
+	c.arrivals = NULL;
+	reply("arrivals %zu %llu", c.arrival_count, (unsigned long long)c.now.lost);
+}
+
 static void obey(char *line)
 {
 	char path[512];
@@ -581,6 +619,10 @@ static void obey(char *line)
 		begin_gaps();
 	} else if (sscanf(line, "gaps %511s", path) == 1) {
 		write_gaps(path);
+	} else if (!strcmp(line, "arrivals")) {
+		begin_arrivals();
+	} else if (sscanf(line, "arrivals %511s", path) == 1) {
+		write_arrivals(path);
 	} else if (!strcmp(line, "counters")) {
 		say_counters("counters");
 	} else if (!strcmp(line, "close")) {

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
+from bench.million import on_paper
 from bench.report import BUILD, QUARTILES, RESULT, say
 
 Result = Mapping[str, Any]
@@ -103,6 +104,40 @@ SECTIONS: Final = (
         ),
     ),
     Section(
+        "streams",
+        "Streams at a steady pace",
+        "The whole daemon with its synthetic engine: from the engine's step to the message of each stream, and from the"
+        " last token to the last byte.",
+        "",
+        (
+            Row("streams", "streams"),
+            Row("tokens/s of all", "tokens_per_s"),
+            Row("for, s", "seconds"),
+            Row("last byte after the last token, ms", "last_byte_ms"),
+            Row("step to message, median, ms", "lag_p50_ms"),
+            Row("step to message, p99, ms", "lag_p99_ms"),
+            Row("step to message, longest, ms", "lag_max_ms"),
+        ),
+    ),
+    Section(
+        "prompts",
+        "Long prompts beside live streams",
+        "Streams watched alone, and while prompts are tokenised for another tenant, then for their own.",
+        "",
+        (
+            Row("live streams", "streams"),
+            Row("prompts at once", "prompts"),
+            Row("tokens of each", "prompt_tokens"),
+            Row("between tokens, p99, alone, ms", "gap_p99_ms_alone"),
+            Row("between tokens, p99, growth beside another tenant's, ms", "gap_p99_growth_ms_other"),
+            Row("between tokens, p99, growth beside their own tenant's, ms", "gap_p99_growth_ms_same"),
+            Row("`/healthz`, p99, beside another tenant's, ms", "health_p99_ms_other"),
+            Row("`/healthz`, p99, beside their own tenant's, ms", "health_p99_ms_same"),
+            Row("until all of another tenant's are answered, s", "prompts_s_other"),
+            Row("until all of their own tenant's are answered, s", "prompts_s_same"),
+        ),
+    ),
+    Section(
         "idle",
         "Idle WebSockets",
         "Held by the whole daemon with its synthetic engine while others stream, with and without them.",
@@ -112,6 +147,7 @@ SECTIONS: Final = (
             Row("tenants", "tenants"),
             Row("of user space each, bytes", "user_bytes_per_connection"),
             Row("of the kernel each, bytes", "kernel_bytes_per_connection"),
+            Row("processor time of the daemon each, µs/s", "rest_cpu_us_per_connection_s"),
             Row("accepted/s", "accepts_per_s"),
             Row("streams beside them", "streams"),
             Row("between tokens, p99, without, ms", "gap_p99_ms_without"),
@@ -257,6 +293,8 @@ def render(results: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
             blocks.append(f"![{section.heading}]({pictures[section.name]})\n")
         blocks += [f"Warning: {warning}.\n" for warning in result.get("warnings", ())]
         blocks.append(origin(result))
+        if section.name == "idle":
+            blocks.append(on_paper(result))
     return "\n".join(block for block in blocks if block)
 
 

@@ -194,6 +194,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     eos_probability      chance of an end at each token, as a percentage.
     kv_blocks            blocks of 16 tokens.
     die_after_steps      rehearses an engine's death; 0 for never.
+    tokenizer            a model's directory: prompts are read by its tokenizer, and tokens say what they do there.
 
     `[classes.NAME]`: scheduling classes that tenant files name; `classes` holds the built-in ones too.
 
@@ -354,6 +355,7 @@ SCHEMA: Final[Schema] = {
             "eos_probability": Field("eos_probability", _read_probability),
             "kv_blocks": Field("kv_blocks", whole(1, 1 << 31)),
             "die_after_steps": Field("die_after_steps", whole(0, 1 << 31)),
+            "tokenizer": Field("tokenizer_dir", _read_folder),
         },
     },
     "daemon": {

@@ -124,13 +124,13 @@ class EngineClient:
         return self._queue.refusal(waiting, limit, self._clock(), streams)
 
     def submit(
-        self, stream: Stream, prompt_token_ids: list[int], sampling: Sampling, urgency: Urgency = NOT_URGENT
+        self, stream: Stream, prompt_token_ids: Sequence[int], sampling: Sampling, urgency: Urgency = NOT_URGENT
     ) -> None:
         """Begin a stream, which has its place in the limiter already; its prompt has been charged."""
         stream.prompt_token_ids = array.array("I", prompt_token_ids)
         stream.sampling, stream.urgency = sampling, urgency
         self._take_in(stream)
-        self._send(Submit(stream.number, prompt_token_ids, sampling, urgency, tokens=stream.tokens))
+        self._send(Submit(stream.number, stream.prompt_token_ids, sampling, urgency, tokens=stream.tokens))
 
     def adopt(self, stream: Stream) -> None:
         """Take in a stream that another worker had, with what came of it; the engine gets it with the next `resume`."""

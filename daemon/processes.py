@@ -75,7 +75,8 @@ from seedance.qos.usage import TenantUsage
 
 _log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS: Final = 100_000
+MAX_CONNECTIONS: Final = 1 << 20
+"""Of all tenants, and of each: the unit grants a process so many descriptors."""
 MAX_GREETING: Final = 1024
 MAX_WAITING: Final = 1024
 

@@ -1,7 +1,7 @@
 """From a request to running streams: what every door of a worker does in the same way.
 
 The order is the order of cost: may the tenant (limits), can it fit (bytes), what is it (tokens), does it fit (tokens).
-Long prompts are tokenised in a thread, so that the other streams of the tenant go on meanwhile.
+Long prompts are tokenised by a process of their own, so that the other streams of the tenant go on meanwhile.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from seedance.daemon.doors.openai_request import ChatRequest, check_prompt_ids
 from seedance.daemon.doors.parameters import Parameters, refuse_long_text, require_model, sampling
 from seedance.daemon.engine_client import EngineClient
 from seedance.daemon.journal_records import StreamRecord
+from seedance.daemon.prompt_process import PromptProcess
 from seedance.daemon.sampling_defaults import SamplingDefaults
 from seedance.daemon.stop_strings import StopDetokenizer
 from seedance.daemon.stream import Sink, Stream
@@ -38,7 +39,9 @@ DRAIN_RETRY_S: Final = 2.0
 _SERVING: Final = frozenset((EngineState.READY, EngineState.RECOVERING))
 """While an engine recovers, requests wait for it as those do that run."""
 INLINE_CHARACTERS: Final = 8192
-"""Up to this size a prompt is tokenised at once: a thread would cost more than the millisecond that it takes."""
+"""Up to this size a prompt is tokenised at once: another process would cost more than the milliseconds it takes."""
+PROMPT_PROCESS_IDLE_S: Final = 60.0
+"""So long after the last long prompt the process that reads them ends."""
 
 
 class Served(NamedTuple):
@@ -105,6 +108,8 @@ class Service:
         self._loop = loop
         self._limiter = limiter
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        self._prompts: PromptProcess | None = None
+        self._prompts_end: asyncio.TimerHandle | None = None
         self._tokenizer: Tokenizer | None = None
         self._defaults = SamplingDefaults()
         self._engine_state = EngineState.STARTING
@@ -196,7 +201,7 @@ class Service:
                 iter(texts), context_tokens=context_tokens, longest_token_bytes=tokenizer.longest_token_bytes
             )
             if sum(map(len, texts)) > INLINE_CHARACTERS:
-                self._begin_in_thread(request, prompts, answer, served, chat)
+                self._begin_apart(request, prompts, answer, served, chat)
                 return
             self._submit(request, _tokenised(tokenizer, prompts, chat), answer, served)
         except SeedanceError as exc:
@@ -220,25 +225,30 @@ class Service:
         self.engine.abort(answer.streams)
 
     def in_thread(self, call: Callable[..., R], *arguments: Any) -> asyncio.Future[R]:
-        """Make a call that takes long in the thread that tokenises; one after the other."""
+        """Make a call that takes long in a thread; one after the other."""
         if self._threads is None:
-            self._threads = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
+            self._threads = concurrent.futures.ThreadPoolExecutor(1, "prompts")
         return self._loop.run_in_executor(self._threads, call, *arguments)
 
     def close(self) -> None:
-        """End the tokenising threads; idempotent."""
+        """End what long prompts have needed; idempotent."""
+        if self._prompts_end is not None:
+            self._prompts_end.cancel()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._prompts is not None:
+            self._prompts.end()
 
-    def _begin_in_thread(
+    def _begin_apart(
         self, request: Parameters, prompts: Sequence[Prompt], answer: Answer, served: Served, chat: bool
     ) -> None:
         choices = len(prompts) * request.choices()
-        future = self.in_thread(_tokenised, served.tokenizer, prompts, chat)
+        future = self.in_thread(self._tokenised_apart, served.tokenizer, prompts, chat)
 
-        def tokenised(done: asyncio.Future[list[list[int]]]) -> None:
+        def tokenised(done: asyncio.Future[list[Sequence[int]]]) -> None:
             if done.cancelled():
                 return
+            self._end_prompts_later()
             try:
                 token_ids = done.result()
                 if answer.cancelled:
@@ -250,7 +260,23 @@ class Service:
 
         future.add_done_callback(tokenised)
 
-    def _submit(self, request: Parameters, prompts: Sequence[list[int]], answer: Answer, served: Served) -> None:
+    def _tokenised_apart(self, tokenizer: Tokenizer, prompts: Sequence[Prompt], chat: bool) -> list[Sequence[int]]:
+        """Do what `_tokenised` does, in the thread, by the process that has the tokenizer."""
+        process = self._prompts
+        if process is None or process.tokenizer is not tokenizer:
+            if process is not None:
+                process.end()
+            process = self._prompts = PromptProcess(tokenizer)
+        return [process.encode(prompt, chat) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    def _end_prompts_later(self) -> None:
+        if self._prompts_end is not None:
+            self._prompts_end.cancel()
+        if self._prompts is not None:
+            # In the thread: after the prompts that are there by then.
+            self._prompts_end = self._loop.call_later(PROMPT_PROCESS_IDLE_S, self.in_thread, self._prompts.end)
+
+    def _submit(self, request: Parameters, prompts: Sequence[Sequence[int]], answer: Answer, served: Served) -> None:
         """Check what is known only now, then submit all choices; raises before the first of them or not at all."""
         self.require_engine()
         model, _, defaults = served
@@ -356,6 +382,6 @@ class Service:
             self._limiter.stream_ended()
 
 
-def _tokenised(tokenizer: Tokenizer, prompts: Sequence[Prompt], chat: bool) -> list[list[int]]:
+def _tokenised(tokenizer: Tokenizer, prompts: Sequence[Prompt], chat: bool) -> list[Sequence[int]]:
     encode = tokenizer.encode_chat if chat else tokenizer.encode
     return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

@@ -93,7 +93,8 @@ def load(tokenizer_dir: str) -> Tokenizer:
     hf.no_padding()
 
     def encode_text(text: str, add_special_tokens: bool) -> list[int]:
-        return hf.encode(text, add_special_tokens=add_special_tokens).ids
+        # By this call the library keeps no places in the text, which takes a third of the time.
+        return hf.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     return Tokenizer(encode_text, hf_vocabulary(hf), load_chat_template(directory))
 

@@ -57,6 +57,7 @@ from seedance.daemon.protocol.head import Limits, Request
 from seedance.daemon.protocol.http import Phase
 from seedance.daemon.ring.driver import Driver, Flow
 from seedance.daemon.ring.loop import new_loop
+from seedance.daemon.rounds import Rounds
 from seedance.daemon.sampling_defaults import load_sampling_defaults
 from seedance.daemon.service import DRAIN_RETRY_S, Service
 from seedance.daemon.shared_log import SharedLog
@@ -68,6 +69,9 @@ from seedance.qos.limiter import LimiterStatistics, TenantLimiter
 _log = logging.getLogger(__name__)
 _LONGEST_TICK_S: Final = 1.0
 _SWITCH_S: Final = 0.0005
+# What a turn of these costs, some tenths of a millisecond and a millisecond, is what a token may wait for it.
+_CHECKS_AT_ONCE: Final = 1024
+_PINGS_AT_ONCE: Final = 128
 _SUBPROTOCOLS: Final = {"/v2/infer": (infer.SUBPROTOCOL,), "/v2/stream": (fm_frame.SUBPROTOCOL,)}
 _TAKEN: Final = TO_GATEWAY.encode(Taken())
 
@@ -97,7 +101,11 @@ class Worker:
         self._idle_told = False
         self._told = LimiterStatistics()
         self._tick_s = min(_LONGEST_TICK_S, settings.http.ping_interval_s / 4)
-        self._next_ping_s = 0.0
+        self._next_tick_s = loop.time() + self._tick_s
+        self._checks = Rounds(self._connections, self._tick_s, _CHECKS_AT_ONCE, loop.time())
+        # Twice in the interval, whether anything else was sent or not: nobody has to remember who was quiet.
+        ping_s = settings.http.ping_interval_s / 2 - self._tick_s
+        self._pings = Rounds(self._connections, ping_s, _PINGS_AT_ONCE, loop.time())
         self._patience_s = {
             Phase.IDLE: settings.http.idle_timeout_s,
             Phase.HEAD: settings.http.head_timeout_s,
@@ -129,7 +137,7 @@ class Worker:
         self._handover = PacketSocket(handover, loop, self._handed_over, self._handover_closed)
         self._control = PacketSocket(control, loop, self._ordered, self._finish)
         self._report(WorkerReady(driver.statistics().driver))
-        loop.call_later(self._tick_s, self._tick)
+        loop.call_later(self._tick_s, self._turn)
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -155,6 +163,7 @@ class Worker:
 
         def detached(fd: int) -> None:
             del self._connections[connection]
+            self._stalled.pop(connection, None)
             self._idle_since_s = self._loop.time()
             everything = data + b"".join(late)
             if len(everything) <= MAX_HANDOVER_BYTES:
@@ -192,6 +201,7 @@ class Worker:
         if connection not in self._connections:
             return
         del self._connections[connection]
+        self._stalled.pop(connection, None)
         self._count_released()
         self._idle_since_s = self._loop.time()
         if self.leaving and not self._connections:
@@ -208,20 +218,25 @@ class Worker:
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
-    def _tick(self) -> None:
-        """About once a second: deadlines, pings, the supervisor's books, and whether to stay at all."""
+    def _turn(self) -> None:
+        """Look at some of the connections, and about once a second at what is not theirs."""
         now = self._loop.time()
-        pings = now >= self._next_ping_s
-        if pings:
-            # Twice in the interval, whether anything else was sent or not: nobody has to remember who was quiet. The
-            # next tick may come as much as a tick late.
-            self._next_ping_s = now + self._settings.http.ping_interval_s / 2 - self._tick_s
-        self._cut_off_stalled(now)
-        for connection in list(self._connections):
-            if isinstance(connection, HttpConnection):
-                self._check(connection, now, pings)
-            elif pings:
+        for connection in self._checks.due(now):
+            self._check(connection, now)
+        for connection in self._pings.due(now):
+            if not isinstance(connection, HttpConnection):
                 connection.tick()
+            elif connection.http.phase is Phase.STREAMING:
+                connection.ping()
+        if now >= self._next_tick_s:
+            self._next_tick_s = now + self._tick_s
+            self._tick(now)
+        if not self.finished.done():
+            next_s = min(self._checks.next_s(now), self._pings.next_s(now), self._next_tick_s - now)
+            self._loop.call_later(next_s, self._turn)
+
+    def _tick(self, now: float) -> None:
+        """See to the supervisor's books, to what waits for an engine, and whether to stay at all."""
         self._tell_limiter()
         self.service.resume_all()
         self.service.engine.end_overdue()
@@ -231,34 +246,34 @@ class Worker:
             self._idle_told = True
             self.sessions.leave()
             self._report(WorkerIdle())
-        if not self.finished.done():
-            self._loop.call_later(self._tick_s, self._tick)
 
-    def _cut_off_stalled(self, now: float) -> None:
+    def _check(self, connection: Connection, now: float) -> None:
+        may_stall = True
+        if isinstance(connection, HttpConnection):
+            may_stall = connection.http.phase is Phase.STREAMING
+            self._check_deadline(connection, now)
+        if may_stall and connection.flow.waiting_bytes:
+            self._check_stalled(connection, now)
+        elif connection in self._stalled:
+            del self._stalled[connection]
+
+    def _check_stalled(self, connection: Connection, now: float) -> None:
         """Cut off who has taken nothing for `idle_timeout` of a stream that waits for it, paused or not."""
-        stalled, self._stalled = self._stalled, {}
-        for connection in list(self._connections):
-            left_bytes = connection.flow.waiting_bytes
-            if not left_bytes or (isinstance(connection, HttpConnection) and connection.http.phase != Phase.STREAMING):
-                continue
-            before_bytes, deadline_s = stalled.get(connection, (0, 0.0))
-            if left_bytes != before_bytes:
-                deadline_s = now + self._settings.http.idle_timeout_s
-            if now < deadline_s:
-                self._stalled[connection] = left_bytes, deadline_s
-            else:
-                _log.info("a client reads nothing any more; its streams are ended")
-                connection.flow.abort()
+        left_bytes = connection.flow.waiting_bytes
+        before_bytes, deadline_s = self._stalled.get(connection, (0, 0.0))
+        if left_bytes != before_bytes:
+            self._stalled[connection] = left_bytes, now + self._settings.http.idle_timeout_s
+        elif now >= deadline_s:
+            _log.info("a client reads nothing any more; its streams are ended")
+            connection.flow.abort()
 
-    def _check(self, connection: HttpConnection, now: float, pings: bool) -> None:
+    def _check_deadline(self, connection: HttpConnection, now: float) -> None:
         phase = connection.http.phase
         if phase is not connection.phase_seen:
             connection.phase_seen = phase
             connection.deadline_s = now + self._patience_s.get(phase, math.inf)
         elif now >= connection.deadline_s:
             self._end(connection, now)
-        if pings and phase is Phase.STREAMING:
-            connection.ping()
 
     def _end(self, connection: HttpConnection, now: float) -> None:
         """Close a connection; one whose peer takes nothing of what is left for it is cut off the next time."""
@@ -407,7 +422,7 @@ def run(
 
     `journal_fd` is the tenant's `shared_log`, or -1: its sessions then end with the worker.
     """
-    # What the thread that tokenises long prompts may keep the loop waiting for, each time it wants to go on.
+    # What a thread, such as one that loads a tokenizer, may keep the loop waiting for, each time it wants to go on.
     sys.setswitchinterval(_SWITCH_S)
     loop, driver = new_loop(settings.worker.io)
     asyncio.set_event_loop(loop)

@@ -16,7 +16,8 @@ class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     `tokens_per_s` is the pace of each stream, 0 for as fast as the processor can; `prompt_tokens_per_s` is what the
     whole engine reads, 0 for at once. `step_s` sets a longest common step: several tokens of a stream then come
     together. `eos_probability` is the chance of the end-of-text token at each place. `kv_blocks` counts blocks of 16
-    tokens. `die_after_steps` rehearses an engine's death, 0 for never.
+    tokens. `die_after_steps` rehearses an engine's death, 0 for never. `tokenizer_dir` is a model's directory, whose
+    tokenizer reads prompts and tells what the tokens say; "" for the engine's own.
     """
 
     seed: int = 0
@@ -26,6 +27,7 @@ class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     eos_probability: float = 0.0
     kv_blocks: int = 65_536
     die_after_steps: int = 0
+    tokenizer_dir: str = ""
 
 
 class FailoverSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -18,22 +18,22 @@ import array
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics, Output
 from seedance.engine.admission import WindowSettings
 from seedance.engine.ledger import Ledger
-from seedance.engine.model_shapes import parse_config
 from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, TenantContext, Urgency
 from seedance.engine.scheduling import PolicySettings, Step
 from seedance.engine.settings import EngineSettings
+from seedance.engine.synthetic_model import playing, vocab_size_of
 from seedance.engine.synthetic_stream import Stream
 from seedance.engine.synthetic_vocabulary import EOS_ID, VOCAB_SIZE
 from seedance.engine.token_scheduler import TokenScheduler
-from seedance.errors import EngineDead, EngineError
+from seedance.errors import EngineError
 
 DEFAULT_MAX_MODEL_LEN: Final = 32_768
 BLOCK_TOKENS: Final = 16
@@ -57,11 +57,12 @@ def _blocks(tokens: int) -> int:
 class SyntheticEngine:
     """The engine's side of a policy; `now` is in seconds of any monotonic clock. `settings.max_model_len` must be set.
 
-    The ledger stays its owner's.
+    `vocab_size` bounds the ids of prompts. The ledger stays its owner's.
     """
 
-    def __init__(self, settings: EngineSettings, ledger: Ledger) -> None:
+    def __init__(self, settings: EngineSettings, ledger: Ledger, vocab_size: int = VOCAB_SIZE) -> None:
         self._settings = settings
+        self._vocab_size = vocab_size
         synthetic = settings.synthetic
         self._tick_s = 1 / synthetic.tokens_per_s if synthetic.tokens_per_s > 0 else 0.0
         self._step_s = max(self._tick_s, synthetic.step_s)
@@ -103,8 +104,8 @@ class SyntheticEngine:
                 f"cannot take a prompt of {length} tokens: it needs 1 to {limit - 1}",
             )
         token_ids = array.array("I", prompt_token_ids) + array.array("I", emitted_token_ids)
-        if max(token_ids) >= VOCAB_SIZE:
-            text = f"cannot take the prompt: its token ids must be 0 to {VOCAB_SIZE - 1}"
+        if int(np.frombuffer(token_ids, np.uint32).max()) >= self._vocab_size:  # others' streams wait for this
+            text = f"cannot take the prompt: its token ids must be 0 to {self._vocab_size - 1}"
             raise EngineError("invalid_request", text)
         stream = Stream(key, token_ids, len(emitted_token_ids), sampling, self._settings)
         self._now = max(self._now, now)
@@ -268,21 +269,6 @@ class SyntheticEngine:
             self._scheduler.tell(self._now)
 
 
-def _playing(settings: EngineSettings) -> EngineSettings:
-    """Return the settings with what a model's configuration says: its seed, and its longest context.
-
-    So that one model can take the place of another without any, as a real one does; its weights are not looked at.
-    """
-    path = Path(settings.model, "config.json")
-    try:
-        config = parse_config(path.read_bytes())
-    except (OSError, ValueError) as exc:
-        raise EngineDead(f"cannot play the model in '{path}': {exc}") from exc
-    limit = min(settings.max_model_len, config.max_positions or settings.max_model_len)
-    synthetic = msgspec.structs.replace(settings.synthetic, seed=config.seed)
-    return msgspec.structs.replace(settings, max_model_len=limit, synthetic=synthetic)
-
-
 class SyntheticAdapter:
     """The synthetic engine in an event loop; an `engine.adapter.EngineAdapter`. The ledger stays its owner's."""
 
@@ -299,22 +285,24 @@ class SyntheticAdapter:
         self.core_pid: int | None = None
 
     async def start(self, events: EngineEvents) -> ModelInfo:
-        """Begin anew with an empty engine, at once. Raises EngineDead when its model cannot be read."""
+        """Begin anew with an empty engine, at once. Raises EngineDead when its model or tokenizer cannot be read."""
         self._events = events
         if self._settings.model:
-            self._settings = _playing(self._settings)
-        self._engine = SyntheticEngine(self._settings, self._ledger)
+            self._settings = playing(self._settings)
+        tokenizer_dir = self._settings.synthetic.tokenizer_dir
+        vocab_size = vocab_size_of(tokenizer_dir)
+        self._engine = SyntheticEngine(self._settings, self._ledger, vocab_size)
         self._state = EngineState.READY
         self._beat()
         return ModelInfo(
             name=self._settings.name,
-            tokenizer_dir="",
+            tokenizer_dir=tokenizer_dir,
             max_model_len=self._settings.max_model_len,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             eos_token_ids=(EOS_ID,),
             created=int(time.time()),
             engine="synthetic",
-            tokens="synthetic",
+            tokens=f"synthetic {tokenizer_dir}".rstrip(),
         )
 
     def submit(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from seedance.daemon.doors.errors import invalid
@@ -142,9 +145,12 @@ def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     return prompt
 
 
-def check_prompt_ids(token_ids: list[int], vocab_size: int) -> None:
-    """Raise ApiError when a prompt given as token ids has one outside the vocabulary."""
-    worst = max(token_ids)
+def check_prompt_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ApiError when a prompt given as token ids has one outside the vocabulary.
+
+    In an array they are unsigned 32-bit ids, which are looked at without an object for each.
+    """
+    worst = int(np.frombuffer(token_ids, np.uint32).max()) if isinstance(token_ids, array.array) else max(token_ids)
     if worst >= vocab_size:
         raise invalid(f"cannot use 'prompt': token id {worst} is not in 0 … {vocab_size - 1}", "prompt")
 

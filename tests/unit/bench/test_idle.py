@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from bench.idle import MOST_PER_TENANT, Memory, Phase, Round, kernel_bytes, parts, phase_of, summary, tenants_for
+from bench.idle import MOST_PER_TENANT, Phase, Round, phase_of, summary, tenants_for
 from bench.processes import BenchError
-
-MEMINFO = "MemTotal:       24000000 kB\nSlab:             100000 kB\nSReclaimable:      40000 kB\n"
-SOCKSTAT = "sockets: used 16\nTCP: inuse 1 orphan 0 tw 0 alloc 1 mem 25\nUDP: inuse 0 mem 3\n"
+from bench.synthetic import Memory, parts
 
 
 def phase(p99_us: int) -> Phase:
@@ -21,14 +17,11 @@ def round_of(without_us: int, with_us: list[int], *, workers: int = 900_000, dro
         without=phase(without_us),
         connect_s=0.5,
         grown=Memory(workers, 100_000, 8_000_000),
+        rest_cpu_us_per_s=2500.0,
         held=[phase(one) for one in with_us],
         held_s=40.0,
         dropped=dropped,
     )
-
-
-def test_the_kernels_part_is_slabs_and_tcp_buffers() -> None:
-    assert kernel_bytes(MEMINFO, SOCKSTAT) == 100_000 * 1024 + 25 * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize(
@@ -39,11 +32,6 @@ def test_there_are_as_many_tenants_as_descriptors_and_ports_ask_for(
 ) -> None:
     assert tenants_for(connections, descriptors) == tenants
     assert max(parts(connections, tenants)) <= min(MOST_PER_TENANT, descriptors)
-
-
-def test_parts_differ_by_one_at_most_and_are_the_whole() -> None:
-    assert parts(10, 4) == [3, 3, 2, 2]
-    assert sum(parts(100_000, 7)) == 100_000
 
 
 def test_a_phase_has_percentiles_and_tells_what_was_put_together() -> None:
@@ -65,4 +53,5 @@ def test_the_ratio_is_formed_within_rounds_and_memory_is_the_first_rounds() -> N
     assert result["kernel_bytes_per_connection"] == 4000
     assert result["kernel_bytes_both_ends"] == 8000
     assert result["accepts_per_s"] == 2000.0
+    assert result["rest_cpu_us_per_connection_s"] == pytest.approx(2.5)
     assert result["dropped"] == 2
