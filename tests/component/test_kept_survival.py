@@ -245,4 +245,3 @@ def test_the_service_is_restarted(
     asyncio.run(run())
     wait_until(daemon.is_at_rest)
     daemon.stop()
-    wait_until(lambda: not store.fds)
