@@ -230,9 +230,7 @@ async def _stop(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("end", [_kill_all, _stop], ids=["killed", "stopped"])
-def test_the_service_is_restarted(
-    managed: tuple[Daemon, FdStore], end: Callable[[Daemon], Awaitable[None]]
-) -> None:
+def test_the_service_is_restarted(managed: tuple[Daemon, FdStore], end: Callable[[Daemon], Awaitable[None]]) -> None:
     daemon, store = managed
 
     async def run() -> None:
