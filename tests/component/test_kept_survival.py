@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.daemon import Daemon, running, wait_until
-from support.event_client import EventClient, Events
+from support.event_client import EventClient, Events, Refused
 from support.fd_store import FdStore
 from support.json_client import JsonClient, JsonStream
 from support.synthetic import MODEL, expected_text, whole_tokens
@@ -76,10 +76,13 @@ class Reading:
             except (OSError, asyncio.IncompleteReadError):
                 self.client.drop()
                 await asyncio.sleep(0.02)
+            except Refused as refused:  # the service is being stopped
+                assert refused.status == 503
+                self.client.drop()
+                await asyncio.sleep(0.02)
         self.client.drop()
 
-    async def more(self, events: int) -> None:
-        seq = self.events.seq + events
+    async def reach(self, seq: int) -> None:
         while self.events.seq < seq:
             assert not self.task.done()
             await asyncio.sleep(0.01)
@@ -108,10 +111,11 @@ class Load:
     async def more(self) -> None:
         """Wait until every stream has some more."""
         sizes = [len(stream.text) for stream, _, _ in self._streams]
+        seqs = [reading.events.seq for reading in self.readings]
         for (stream, _, _), size in zip(self._streams, sizes, strict=True):
             await stream.wait(lambda stream, size=size: len(stream.text) > size + 10)  # type: ignore[misc]
-        for reading in self.readings:
-            await reading.more(10)
+        for reading, seq in zip(self.readings, seqs, strict=True):
+            await reading.reach(seq + 10)
 
     async def end(self) -> None:
         """Wait for all to end, and see that nothing was lost and nothing came twice."""
@@ -226,9 +230,7 @@ async def _stop(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("end", [_kill_all, _stop], ids=["killed", "stopped"])
-def test_the_service_is_restarted(
-    managed: tuple[Daemon, FdStore], end: Callable[[Daemon], Awaitable[None]]
-) -> None:
+def test_the_service_is_restarted(managed: tuple[Daemon, FdStore], end: Callable[[Daemon], Awaitable[None]]) -> None:
     daemon, store = managed
 
     async def run() -> None:
@@ -241,4 +243,3 @@ def test_the_service_is_restarted(
     asyncio.run(run())
     wait_until(daemon.is_at_rest)
     daemon.stop()
-    wait_until(lambda: not store.fds)
