@@ -53,6 +53,7 @@ def test_streams_outlive_their_engine_with_the_same_text(tmp_path: Path) -> None
             for text in await structured(deaths):
                 assert 12 <= len(json.loads(text)) <= 15
             longer = await deaths.cpu()
+            print(f"on the processor, after no fork server starts: {longer.stall.one_s:.2f} s")
             assert [state.note for state in longer.worker.states] == ["", RESTARTING, ON_CPU, CONTINUED]
             for stream, token_ids in whole.items():
                 assert longer.worker.token_ids[stream][:TOKENS] == token_ids[: len(longer.worker.token_ids[stream])]

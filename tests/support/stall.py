@@ -25,13 +25,14 @@ async def watch(sizes: Callable[[], Sequence[int]], until: Callable[[], bool], l
     any_s = last_s[0]
     all_stalled_s = one_stalled_s = 0.0
     async with asyncio.timeout(limit_s):
-        while not until():
+        is_over = False
+        while not is_over:
             await asyncio.sleep(_LOOK_EVERY_S)
-            now_s = time.monotonic()
-            changed = [at for at, size in enumerate(sizes()) if size != known[at]]
+            is_over, now_s, found = until(), time.monotonic(), list(sizes())
+            changed = [at for at, size in enumerate(found) if size != known[at]]
             if changed:
                 all_stalled_s, any_s = max(all_stalled_s, now_s - any_s), now_s
-            known = list(sizes())
+            known = found
             for at in changed:
                 one_stalled_s, last_s[at] = max(one_stalled_s, now_s - last_s[at]), now_s
     return Stall(all_stalled_s, one_stalled_s)
