@@ -19,7 +19,10 @@ def test_parts_differ_by_one_at_most_and_are_the_whole() -> None:
 
 
 def test_tables_are_toml() -> None:
-    tables: Tables = {"listen": {"tcp": ["127.0.0.1:80"]}, "engine.synthetic": {"tokens_per_s": 20, "tokenizer": "/a \\b"}}
+    tables: Tables = {
+        "listen": {"tcp": ["127.0.0.1:80"]},
+        "engine.synthetic": {"tokens_per_s": 20, "tokenizer": "/a \\b"},
+    }
     assert tomllib.loads(toml(tables)) == {
         "listen": {"tcp": ["127.0.0.1:80"]},
         "engine": {"synthetic": {"tokens_per_s": 20, "tokenizer": "/a \\b"}},
