@@ -131,6 +131,11 @@ class FmAnswer(Answer):
         assert self.served is not None
         return self.served.identity
 
+    @property
+    def has_begun(self) -> bool:
+        """Return whether text has come."""
+        return self._first_s is not None
+
     def over(self) -> None:
         """Take note that it is in the journal no longer."""
         if self.streams:

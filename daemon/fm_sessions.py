@@ -68,7 +68,10 @@ class FmSessions:
         self._touched: list[FmSession] = []
         self._number = 0
         self._is_leaving = False
+        self._is_awaited = False
         self.journal = journal or Journal()
+        self._columns = service.engine.fm_columns
+        self._columns.stepped, self._columns.journal = self._await_flush, self.journal.step
         self._restore(self.journal.read())
 
     def __len__(self) -> int:
@@ -140,9 +143,13 @@ class FmSessions:
 
     def touched(self, session: FmSession) -> None:
         """Have a session's frames sent at the next turn of the loop."""
-        if not self._touched:
-            self.loop.call_soon(self.flush)
         self._touched.append(session)
+        self._await_flush()
+
+    def _await_flush(self) -> None:
+        if not self._is_awaited:
+            self._is_awaited = True
+            self.loop.call_soon(self.flush)
 
     def quota_changed(self, quota: Quota) -> None:
         """Use another quota from now on, also for who is away."""
@@ -208,9 +215,11 @@ class FmSessions:
 
         What a step of the engine brought is so in one entry with all that came of it.
         """
+        self._is_awaited = False
         touched, self._touched = self._touched, []
         prepared = [(session, session.prepare()) for session in touched]
         self.journal.commit()
+        self._columns.flush()
         for session, messages in prepared:
             session.send(messages)
 

@@ -5,6 +5,7 @@ its length. The two that come with every step of the engine are plain bytes, all
 
     TOKENS    what the engine brought: pairs of stream and token id, as in `channel.Batch.singles`
     FRAMES    frames of one session that were numbered, and how far both directions are
+    STEP      frames of many sessions, one of each, as columns (`fm_columns.Frames`)
     OTHER     any other
 
 A stream's text is not in the journal: it is told again from the token ids, without what is in frames with a number.
@@ -29,6 +30,8 @@ _FRAMES: Final = struct.Struct("=IIQQQ")
 _TOKENS_KIND: Final = 1
 _FRAMES_KIND: Final = 2
 _OTHER_KIND: Final = 3
+_STEP_KIND: Final = 4
+_COUNT: Final = struct.Struct("=I")
 _ANY_BYTES: Final = 2**32 - 1
 _LAST: Final = (Kind.END, Kind.ERROR)
 
@@ -145,6 +148,13 @@ def encode_frames(
     return head + _FRAMES.pack(session, last_stream, acked_seq, expected_seq, first_seq) + frames
 
 
+def encode_step(sessions: bytes, acked_seqs: bytes, seqs: bytes, begins: bytes, lengths: bytes, data: bytes) -> bytes:
+    """Return the record of one frame of each of many sessions; see `fm_columns.Frames`."""
+    count = _COUNT.pack(len(sessions) // 4)
+    body = b"".join((count, acked_seqs, seqs, sessions, begins, lengths, data))
+    return _RECORD.pack(_STEP_KIND, len(body)) + body
+
+
 def token_bytes(token_ids: Iterable[int]) -> bytes:
     """Return token ids as the records hold them."""
     return array.array("I", token_ids).tobytes()
@@ -186,6 +196,8 @@ class Replay:
                 self._tokens(body)
             elif kind == _FRAMES_KIND:
                 self._frames(body)
+            elif kind == _STEP_KIND:
+                self._step(body)
             else:
                 self._other(_decoder.decode(body))
 
@@ -213,8 +225,21 @@ class Replay:
             return
         session.last_stream = last_stream
         session.expected_seq = expected_seq
+        self._take_frames(session, acked_seq, first_seq, split_frames(body[_FRAMES.size :]))
+
+    def _step(self, body: bytes) -> None:
+        (count,) = _COUNT.unpack_from(body)
+        at, columns = _COUNT.size, []
+        for kind, size in (("Q", 8), ("Q", 8), ("I", 4), ("I", 4), ("I", 4)):
+            columns.append(array.array(kind, body[at : at + size * count]))
+            at += size * count
+        for acked_seq, seq, number, begin, length in zip(*columns, strict=True):
+            if (session := self.sessions.get(number)) is not None:
+                self._take_frames(session, acked_seq, seq, [body[at + begin : at + begin + length]])
+
+    def _take_frames(self, session: SessionRecord, acked_seq: int, first_seq: int, frames: list[bytes]) -> None:
         known_seq = session.acked_seq + len(session.frames)
-        for framed in split_frames(body[_FRAMES.size :])[max(0, known_seq + 1 - first_seq) :]:
+        for framed in frames[max(0, known_seq + 1 - first_seq) :]:
             session.frames.append(framed)
             self._numbered(session, framed)
         del session.frames[: max(0, acked_seq - session.acked_seq)]
