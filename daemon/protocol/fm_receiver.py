@@ -53,7 +53,8 @@ class Receiver:
     """Put frames in order. What is early is held as the payload's bytes, whatever it may be once decoded.
 
     `expected_seq` is the next that is to be delivered. `ack_due_s` and `nack_due_s` are when `ack_sent` and
-    `missing_ranges` are to be called, NEVER for not at all. `tokens_ack_delay_s` is how long the ACK of TOKENS may wait.
+    `missing_ranges` are to be called, NEVER for not at all. `tokens_ack_delay_s` is how long the ACK of
+    TOKENS may wait.
     """
 
     __slots__ = (

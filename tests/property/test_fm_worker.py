@@ -17,7 +17,20 @@ from seedance.engine.request import FinishReason
 BOUND_BYTES = 32 << 10
 MOST_STREAMS = 6
 ACTS = ("ask", "ask", *["step"] * 8, "finish", "cancel", "drop", "lose", "connect", "stall", "stall", "read", "wait")
-ACTS_OF_ONE = ("ask", *["step"] * 20, "finish", "finish", "cancel", "drop", "lose", "connect", "stall", "read", "wait", "wait")
+ACTS_OF_ONE = (
+    "ask",
+    *["step"] * 20,
+    "finish",
+    "finish",
+    "cancel",
+    "drop",
+    "lose",
+    "connect",
+    "stall",
+    "read",
+    "wait",
+    "wait",
+)
 
 
 class Engine:
@@ -59,9 +72,7 @@ class Life:
     """One client and what happens to it; requests reach the engine in the order in which they were made."""
 
     def __init__(self, bound_bytes: int, fewest_in_columns: int = FEWEST) -> None:
-        self.worker = FmWorker(
-            resume_for_s=1e6, bound_bytes=bound_bytes, fewest_in_columns=fewest_in_columns
-        )
+        self.worker = FmWorker(resume_for_s=1e6, bound_bytes=bound_bytes, fewest_in_columns=fewest_in_columns)
         self.engine = Engine(self.worker)
         self.peer = FmPeer(self.worker)
         self.peer.connect()

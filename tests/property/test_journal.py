@@ -75,9 +75,7 @@ class Dying(RuleBasedStateMachine):
             os.close(self.fd)
 
     def new_worker(self, is_ready: bool = True) -> FmWorker:
-        return FmWorker(
-            log_fd=self.fd, resume_for_s=1e9, is_ready=is_ready, fewest_in_columns=self.fewest_in_columns
-        )
+        return FmWorker(log_fd=self.fd, resume_for_s=1e9, is_ready=is_ready, fewest_in_columns=self.fewest_in_columns)
 
     @initialize()
     def begin(self) -> None:

@@ -101,7 +101,12 @@ class FmWorker:
         limiter = TenantLimiter(self.quota)
         self.service = Service(self.loop, self.quota, limiter)
         self.service.engine = EngineClient(
-            self.driver, limiter, self.loop.time, lambda change: None, str.encode, self.journal,
+            self.driver,
+            limiter,
+            self.loop.time,
+            lambda change: None,
+            str.encode,
+            self.journal,
             fewest_in_columns=fewest_in_columns,
         )
         self.service.engine.connect(10)
