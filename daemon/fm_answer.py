@@ -133,8 +133,8 @@ class FmAnswer(Answer):
 
     @property
     def has_begun(self) -> bool:
-        """Return whether text has come."""
-        return self._first_s is not None
+        """Return whether text has come, and there is an engine that goes on with it."""
+        return self._first_s is not None and len(self.streams) == 1
 
     def over(self) -> None:
         """Take note that it is in the journal no longer."""
