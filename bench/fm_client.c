@@ -12,7 +12,7 @@
  *
  * The fields are those of sse_client.c: `done` counts END frames, `events` TOKENS frames, `bytes` what was received.
  * `messages` are the WebSocket messages that brought them, `sent` the bytes that this client sent. Sessions are kept
- * between rounds. Frames are ACKed as our own client does it: 32 of them together, or those of 100 ms.
+ * between rounds. Frames are ACKed as our own client does it: 32 of them together, or what the WELCOME allows.
  */
 
 #define _GNU_SOURCE
@@ -51,7 +51,8 @@ struct session {
 	uint32_t last_stream; /* the number of the stream begun last */
 	uint32_t seen_seq;    /* the last numbered frame that came */
 	uint32_t unacked;
-	uint64_t unacked_since_ns;
+	uint64_t ack_due_ns;
+	uint64_t tokens_ack_delay_ns;
 	size_t streams; /* wanted in this round */
 	uint8_t started[MAX_STREAMS_PER_SESSION];
 	uint32_t first_stream; /* of this round */
@@ -198,13 +199,29 @@ static void stream_ended(void)
 	fflush(stdout);
 }
 
-static void numbered(struct session *session, uint32_t seq)
+/* How long the ACK of TOKENS may wait, in what a WELCOME says. */
+static uint64_t tokens_ack_delay_ns(const uint8_t *payload, size_t bytes)
+{
+	static const char key[] = "\xac" "ack_delay_ms";
+	const uint8_t *at = memmem(payload, bytes, key, sizeof key - 1);
+
+	if (!at || payload + bytes - at < (ptrdiff_t)sizeof key + 2)
+		return ACK_DELAY_NS;
+	at += sizeof key - 1;
+	if (at[0] != 0xcd) /* any other than 256 to 65535 */
+		die("cannot read the delay of ACKs in the WELCOME");
+	return ((uint64_t)at[1] << 8 | at[2]) * 1000000;
+}
+
+static void numbered(struct session *session, uint32_t seq, uint64_t ack_delay_ns)
 {
 	if (session->seen_seq && seq != session->seen_seq + 1)
 		die("cannot go on: frame %u came after %u", seq, session->seen_seq);
 	session->seen_seq = seq;
-	if (!session->unacked++)
-		session->unacked_since_ns = now_ns();
+	uint64_t due_ns = now_ns() + ack_delay_ns;
+
+	if (!session->unacked++ || due_ns < session->ack_due_ns)
+		session->ack_due_ns = due_ns;
 }
 
 static void fm_frame(struct session *session, uint32_t seq, const uint8_t *payload, size_t bytes)
@@ -214,6 +231,7 @@ static void fm_frame(struct session *session, uint32_t seq, const uint8_t *paylo
 	switch (payload[0]) {
 	case WELCOME:
 		session->state = READY;
+		session->tokens_ack_delay_ns = tokens_ack_delay_ns(payload, bytes);
 		begin_streams(session);
 		return;
 	case ERROR:
@@ -230,7 +248,7 @@ static void fm_frame(struct session *session, uint32_t seq, const uint8_t *paylo
 	case PONG:
 		return;
 	}
-	numbered(session, seq);
+	numbered(session, seq, payload[0] == TOKENS ? session->tokens_ack_delay_ns : ACK_DELAY_NS);
 	if (payload[0] == TOKENS)
 		tokens_arrived(session, payload + 1, bytes - 1);
 	else if (payload[0] == END)
@@ -394,7 +412,7 @@ static void ack_what_is_due(void)
 	uint64_t now = now_ns();
 
 	for (struct session *session = c.sessions; session < c.sessions + MAX_SESSIONS && session->state; session++) {
-		if (session->unacked && now - session->unacked_since_ns >= ACK_DELAY_NS)
+		if (session->unacked && now >= session->ack_due_ns)
 			send_ack(session);
 	}
 }

@@ -118,7 +118,7 @@ class Prompts:
 
 def watch(server: SyntheticServer, streams: Clients, is_over: Callable[[float], bool]) -> Phase:
     """Watch streams and health until `is_over(seconds so far)`."""
-    connection = http.client.HTTPConnection(*server.address(LIVE).split(":"), timeout=ANSWER_S)  # type: ignore[arg-type]
+    connection = http.client.HTTPConnection(server.address(LIVE), timeout=ANSWER_S)
     health_us: list[int] = []
     streams.begin("gaps")
     begun_s = time.monotonic()

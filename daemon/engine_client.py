@@ -11,11 +11,14 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+import numpy as np
+
 from seedance.daemon.decoder_table import Entry
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.emitted import Emitted
+from seedance.daemon.fm_columns import FmColumns
 from seedance.daemon.journal import Journal
-from seedance.daemon.plain_streams import PlainStreams, Sends
+from seedance.daemon.plain_streams import FEWEST, PlainStreams, Sends
 from seedance.daemon.ring.driver import Driver, Flow
 from seedance.daemon.start_queue import StartQueue
 from seedance.daemon.stream import Stream
@@ -45,6 +48,8 @@ from seedance.qos.limiter import Refusal, TenantLimiter
 _log = logging.getLogger(__name__)
 HOLD_S: Final = 120.0
 """So long a stream that no session keeps waits for another engine host."""
+_PAIR_BYTES: Final = 8
+_FEWEST_OF_ROWS: Final = 2
 _TRANSIENT: Final = ("overloaded", "engine_unavailable")
 _GONE: Final = ApiError(
     "engine_unavailable", "cannot finish this request: the engine went away; it is being restarted, ask again"
@@ -67,11 +72,13 @@ class EngineClient:
         plain_frame: Callable[[str], bytes],
         journal: Journal | None = None,
         model_coming: Callable[[str], None] | None = None,
+        fewest_in_columns: int = FEWEST,
     ) -> None:
         """`plain_frame` makes what goes past the sinks for a text; see `bypass`.
 
-        `model_coming(tokenizer_dir)` is answered by `model_prepared`.
+        `model_coming(tokenizer_dir)` is answered by `model_prepared`. With so many streams some are taken in columns.
         """
+        self._fewest = fewest_in_columns
         self._journal = journal or Journal()
         self._model_coming = model_coming or (lambda tokenizer_dir: self.model_prepared(tokenizer_dir, ""))
         self._driver = driver
@@ -87,6 +94,7 @@ class EngineClient:
         self._queue = StartQueue()
         self._texts: Sequence[Entry] = ()
         self._plain_streams = PlainStreams(plain_frame)
+        self.fm_columns = FmColumns(driver.send_each)
         self._bypassed: dict[int, Stream] = {}  # by descriptor
         self._flow: Flow | None = None
         self._receiver: Receiver[ToWorker] = Receiver(ToWorker)
@@ -102,6 +110,7 @@ class EngineClient:
         if self._texts is not entries:
             self._texts = entries
             self._plain_streams.use_vocabulary(len(entries))
+            self.fm_columns.use_vocabulary(entries)
             for stream in self._streams.values():
                 stream.plain = stream.plain and stream.detokenizer.entries is entries
                 self._choose_way(stream)
@@ -188,6 +197,12 @@ class EngineClient:
     def _choose_way(self, stream: Stream) -> None:
         if stream.bypass_fd >= 0:
             self._plain_streams.set_plain(stream.number, stream.plain)
+        elif stream.in_columns and not stream.plain:
+            self.fm_columns.send_back(stream.number)
+
+    def suits_columns(self, stream: Stream) -> bool:
+        """Tell whether a stream brings plain tokens, among so many others that it is cheaper to take all together."""
+        return stream.plain and len(self._streams) >= self._fewest and self._streams.get(stream.number) is stream
 
     def abort(self, streams: Iterable[Stream]) -> None:
         """End streams without another call on their sinks; those that have ended already are passed over."""
@@ -234,6 +249,8 @@ class EngineClient:
             return False
         self._unstarted.pop(stream.number, None)
         self._held.pop(stream.number, None)
+        if stream.in_columns:
+            self.fm_columns.send_back(stream.number)
         if stream.bypass_fd >= 0:
             del self._bypassed[stream.bypass_fd]
             stream.output_tokens += self._plain_streams.remove(stream.number)
@@ -310,11 +327,7 @@ class EngineClient:
         self._emitted.add(batch)
         if self._journal.streams:
             self._journal.tokens(batch)
-        sends, others = self._plain_streams.take(batch)
-        tokens = 0
-        if sends is not None:
-            tokens = len(sends.fds)
-            self._send_past_sinks(sends)
+        tokens, others = self._past_sinks(batch)
         find, texts = self._streams.get, self._texts
         last = len(texts) - 1
         for number, token_id in others:
@@ -375,6 +388,21 @@ class EngineClient:
                     delta.logprobs = delta.logprobs and delta.logprobs[:count]
                 count -= len(delta.token_ids)
         return Batch(batch.deltas, pack_singles(singles))
+
+    def _past_sinks(self, batch: Batch) -> tuple[int, Iterable[tuple[int, int]]]:
+        """Have what can be taken in columns sent; return how many tokens that were, and what is left."""
+        # Who is a row already would have to leave it for a token that comes another way.
+        fewest = min(self._fewest, _FEWEST_OF_ROWS) if len(self.fm_columns) else self._fewest
+        if len(batch.singles) < fewest * _PAIR_BYTES:
+            return 0, batch.pairs()
+        flat = np.frombuffer(batch.singles, np.uint32)
+        sends, numbers, token_ids = self._plain_streams.take(flat[0::2], flat[1::2])
+        tokens = 0
+        if sends is not None:
+            tokens = len(sends.fds)
+            self._send_past_sinks(sends)
+        taken, numbers, token_ids = self.fm_columns.take(numbers, token_ids)
+        return tokens + taken, zip(numbers.tolist(), token_ids.tolist(), strict=True)
 
     def _send_past_sinks(self, sends: Sends) -> None:
         for fd, waiting_bytes in self._driver.send_each(*sends):

@@ -62,7 +62,10 @@ class Session(Protocol):
     """What a stream needs of its session."""
 
     number: int
-    protocol: ServerSession
+
+    @property
+    def protocol(self) -> ServerSession:
+        """The protocol's part, whole."""
 
     def touch(self) -> None:
         """Have what there is to send sent soon."""
@@ -119,6 +122,11 @@ class FmAnswer(Answer):
         for stream in self.streams:
             fill(record, stream, self.model)
         return record
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether text has come, and there is an engine that goes on with it."""
+        return self._first_s is not None and len(self.streams) == 1
 
     def over(self) -> None:
         """Take note that it is in the journal no longer."""

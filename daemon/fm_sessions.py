@@ -82,7 +82,10 @@ class FmSessions:
         self._kept_saved: Callable[[int], Iterable[bytes]] = lambda used_bytes: map(encode, self._kept)
         self._kept_count: Callable[[], int] = lambda: len(self._kept)
         self.is_leaving = False
+        self._is_awaited = False
         self.journal = journal or Journal()
+        self._columns = service.engine.fm_columns
+        self._columns.stepped, self._columns.journal = self._await_flush, self.journal.step
         saved = self.journal.read()
         self._number = max((record.session for record in saved), default=0)
         self._kept = [record for record in saved if isinstance(record, KeptRecord)]
@@ -172,9 +175,13 @@ class FmSessions:
 
     def touched(self, sender: Sender) -> None:
         """Have what a session or a kept stream has to send sent at the next turn of the loop."""
-        if not self._touched:
-            self.loop.call_soon(self.flush)
         self._touched.append(sender)
+        self._await_flush()
+
+    def _await_flush(self) -> None:
+        if not self._is_awaited:
+            self._is_awaited = True
+            self.loop.call_soon(self.flush)
 
     def quota_changed(self, quota: Quota) -> None:
         """Use another quota from now on, also for who is away."""
@@ -244,9 +251,11 @@ class FmSessions:
         """
         if self.journal.is_in_step:
             return
+        self._is_awaited = False
         touched, self._touched = self._touched, []
         prepared = [(sender, sender.prepare()) for sender in touched]
         self.journal.commit()
+        self._columns.flush()
         for sender, messages in prepared:
             sender.send(messages)
 

@@ -14,9 +14,20 @@ from typing import Final, Protocol
 from seedance.daemon.doors import fm
 from seedance.daemon.doors.errors import ApiError, invalid
 from seedance.daemon.fm_answer import FmAnswer, Sessions
+from seedance.daemon.fm_columns import MOST_PAYLOAD_BYTES
 from seedance.daemon.journal import saved
 from seedance.daemon.journal_records import SessionEnded, SessionRecord, StreamBegun, StreamRecord
-from seedance.daemon.protocol.fm_messages import Cancel, Hello, Infer, Note, Part, decode_payload, encode_payload
+from seedance.daemon.protocol.fm_frame import tokens_prefix
+from seedance.daemon.protocol.fm_messages import (
+    Cancel,
+    Hello,
+    Infer,
+    Note,
+    Part,
+    decode_payload,
+    encode_payload,
+    parse_ack,
+)
 from seedance.daemon.protocol.fm_sender import Backpressure
 from seedance.daemon.protocol.fm_server import ServerSession
 from seedance.daemon.protocol.fm_session import Drained, Event, Failed
@@ -44,6 +55,9 @@ class Connection(Protocol):
     def end(self, close_code: int) -> None:
         """Close, for the session has no more use for it; `disconnected` was called."""
 
+    def fell_behind(self, waiting_bytes: int) -> None:
+        """So much of what was sent past `send_message` waits, because the client reads slowly."""
+
     def all_sent(self) -> None:
         """What there was to send has been sent."""
 
@@ -54,14 +68,16 @@ class FmSession:
     __slots__ = (
         "_answers",
         "_client_id",
+        "_column",
+        "_column_fd",
         "_connection",
         "_is_known",
         "_is_touched",
+        "_protocol",
         "_sessions",
         "_timer",
         "kept",
         "number",
-        "protocol",
     )
 
     kept: Kept[FmSession]
@@ -77,7 +93,7 @@ class FmSession:
     ) -> None:
         """`number` is its own in the journal, and `record` what that has of it; `restore` is to follow then."""
         next_seq, expected_seq = (1, 1) if record is None else (record.acked_seq + 1, record.expected_seq)
-        self.protocol = ServerSession(
+        self._protocol = ServerSession(
             name,
             token,
             sessions.resume_for_ms,
@@ -91,8 +107,16 @@ class FmSession:
         self._sessions = sessions
         self._answers: dict[int, FmAnswer] = {}
         self._connection: Connection | None = None
+        self._column: FmAnswer | None = None  # the stream that is a row
+        self._column_fd = -1
         self._is_touched = False
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def protocol(self) -> ServerSession:
+        """Return the protocol's part, whole: a session that is a row is none any more."""
+        self.take_back()
+        return self._protocol
 
     @property
     def held_bytes(self) -> int:
@@ -176,7 +200,7 @@ class FmSession:
     def connect(self, connection: Connection, hello: Hello) -> None:
         """Go on with a connection, on which this HELLO came; an older one is closed."""
         if (older := self._connection) is not None:
-            self._connection = None
+            self._drop_connection()
             older.end(CloseCode.ABNORMAL)
         self._connection = connection
         self.protocol.resume_for_ms = self._sessions.resume_for_ms
@@ -190,6 +214,8 @@ class FmSession:
 
     def message_received(self, message: bytes) -> None:
         """Take a binary message of the client."""
+        if self._column is not None and self._acked_in_columns(self._column, message):
+            return
         self.protocol.receive_data(message, self._sessions.loop.time())
         self._act()
         self.touch()
@@ -197,12 +223,18 @@ class FmSession:
     def disconnected(self, connection: Connection) -> None:
         """Take note that the connection is of no use any more: the session waits for its client."""
         if self._connection is connection:
-            self._connection = None
+            self._drop_connection()
             self.protocol.receive_eof()
             self._sessions.left(self.kept)
 
+    def _drop_connection(self) -> None:
+        self.take_back()
+        self._connection = None
+        self._sessions.service.engine.fm_columns.drop(self._column_fd)
+
     def touch(self) -> None:
         """Have what there is to send sent soon."""
+        self.take_back()  # what comes after that is to stay behind it
         if not self._is_touched and (self._connection is not None or self.protocol.has_unsaved()):
             self._is_touched = True
             self._sessions.touched(self)
@@ -239,6 +271,7 @@ class FmSession:
         else:
             self._await_timer()
             connection.all_sent()
+            self._enter_columns(connection)
 
     def _await_timer(self) -> None:
         due_s, timer = self.protocol.next_timer(), self._timer
@@ -253,6 +286,49 @@ class FmSession:
         self.protocol.timer_fired(self._sessions.loop.time())
         self._act()
         self.flush()
+
+    # -- columns ------------------------------------------------------------------------------------------------------
+
+    def _enter_columns(self, connection: Connection) -> None:
+        """Become a row, if the only stream has begun and brings plain tokens, and nothing stands in the way."""
+        if len(self._answers) != 1 or self._is_touched or self._connection is not connection:
+            return
+        (answer,) = self._answers.values()
+        engine = self._sessions.service.engine
+        if not answer.has_begun or not engine.suits_columns(answer.streams[0]):
+            return
+        stream, lent = answer.streams[0], self._protocol.lend(MOST_PAYLOAD_BYTES)
+        if lent is not None and engine.fm_columns.enter(stream.number, self.number, connection.fd, lent, self):
+            stream.in_columns = True
+            self._column, self._column_fd = answer, connection.fd
+
+    def take_back(self) -> None:
+        """See `fm_columns.Owner`; idempotent."""
+        answer = self._column
+        if answer is None:
+            return
+        self._column = None
+        (stream,) = answer.streams
+        stream.in_columns = False
+        prefix = tokens_prefix(answer.number, self._protocol.encoding)
+        left = self._sessions.service.engine.fm_columns.leave(stream.number, prefix)
+        self._protocol.sent_elsewhere(left.frames)
+        stream.output_tokens += left.tokens
+        answer.text_bytes += left.text_bytes
+
+    def fell_behind(self, waiting_bytes: int) -> None:
+        """See `fm_columns.Owner`."""
+        if self._connection is not None:
+            self._connection.fell_behind(waiting_bytes)
+
+    def _acked_in_columns(self, answer: FmAnswer, message: bytes) -> bool:
+        """Take a message that is an ACK and nothing else; False where the protocol has to look at it."""
+        ack = parse_ack(message)
+        columns = self._sessions.service.engine.fm_columns
+        if ack is None or not columns.acked(answer.streams[0].number, ack.seq, ack.credit):
+            return False
+        self._protocol.acked_elsewhere(ack.seq, ack.credit)
+        return True
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
@@ -287,7 +363,7 @@ class FmSession:
             answer.over()
             self._sessions.stream_ended(answer.id)
         self._answers.clear()
-        self._connection = None
+        self._drop_connection()
         self.protocol.close()
         self._sessions.remove(self.kept)
         self.close()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from seedance.daemon import journal_records as records
+from seedance.daemon.fm_columns import Frames
 from seedance.daemon.journal_records import Record, Saved, SessionRecord, StreamRecord, StreamSubmitted
 from seedance.daemon.journal_replay import replay
 from seedance.daemon.protocol.fm_server import Unsaved
@@ -83,6 +84,11 @@ class Journal:
         self._pending.append(records.encode_frames(session, last_stream, acked_seq, expected_seq, first_seq, frames))
         for stream, text, payload in waiting:
             self._pending.append(records.encode(records.Waiting(session, stream, text, payload)))
+
+    def step(self, frames: Frames) -> None:
+        """Put in what a step has brought sessions in columns."""
+        if self.is_on:
+            self._pending.append(records.encode_step(*frames))
 
     def submitted(self, session: int, number: int, stream: Stream, model: str) -> None:
         """Put in a generation that the engine was given, and from now on what comes of it.

@@ -1,11 +1,12 @@
 """What a tenant's journal says, record by record, and the sessions and kept streams that come of it.
 
 An entry of the journal is what one turn of the worker's loop changed: records one after the other, each with a kind and
-its length. The three that come with every step of the engine are plain bytes, all others msgpack.
+its length. The four that come with every step of the engine are plain bytes, all others msgpack.
 
     TOKENS    what the engine brought: pairs of stream and token id, as in `channel.Batch.singles`
     FRAMES    frames of one session that were numbered, and how far both directions are
     KEPT      the next record of a kept stream, which one is the oldest now, and how far its client was sent them
+    STEP      frames of many sessions, one of each, as columns (`fm_columns.Frames`)
     OTHER     any other
 
 The text of a session's stream is not in the journal: it is told again from the token ids, without what is in frames
@@ -34,6 +35,8 @@ TOKENS_KIND: Final = 1
 FRAMES_KIND: Final = 2
 OTHER_KIND: Final = 3
 KEPT_KIND: Final = 4
+STEP_KIND: Final = 5
+COUNT: Final = struct.Struct("=I")
 _ANY_BYTES: Final = 2**32 - 1
 
 
@@ -196,6 +199,13 @@ def encode_frames(
 def encode_kept(session: int, oldest_seq: int, sent_seq: int, seq: int, data: bytes) -> bytes:
     """Return the record of a kept stream's record `seq`."""
     return RECORD.pack(KEPT_KIND, KEPT.size + len(data)) + KEPT.pack(session, oldest_seq, sent_seq, seq) + data
+
+
+def encode_step(sessions: bytes, acked_seqs: bytes, seqs: bytes, begins: bytes, lengths: bytes, data: bytes) -> bytes:
+    """Return the record of one frame of each of many sessions; see `fm_columns.Frames`."""
+    count = COUNT.pack(len(sessions) // 4)
+    body = b"".join((count, acked_seqs, seqs, sessions, begins, lengths, data))
+    return RECORD.pack(STEP_KIND, len(body)) + body
 
 
 def token_bytes(token_ids: Iterable[int]) -> bytes:

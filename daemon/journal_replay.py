@@ -8,11 +8,13 @@ from collections.abc import Iterable
 from typing import Final
 
 from seedance.daemon.journal_records import (
+    COUNT,
     FRAMES,
     FRAMES_KIND,
     KEPT,
     KEPT_KIND,
     RECORD,
+    STEP_KIND,
     TOKENS_KIND,
     ChoiceEnded,
     Deltas,
@@ -61,6 +63,8 @@ class Replay:
                 self._tokens(body)
             elif kind == FRAMES_KIND:
                 self._frames(body)
+            elif kind == STEP_KIND:
+                self._step(body)
             elif kind == KEPT_KIND:
                 self._kept(body)
             else:
@@ -92,8 +96,21 @@ class Replay:
             return
         session.last_stream = last_stream
         session.expected_seq = expected_seq
+        self._take_frames(session, acked_seq, first_seq, split_frames(body[FRAMES.size :]))
+
+    def _step(self, body: bytes) -> None:
+        (count,) = COUNT.unpack_from(body)
+        at, columns = COUNT.size, []
+        for kind, size in (("Q", 8), ("Q", 8), ("I", 4), ("I", 4), ("I", 4)):
+            columns.append(array.array(kind, body[at : at + size * count]))
+            at += size * count
+        for acked_seq, seq, number, begin, length in zip(*columns, strict=True):
+            if (session := self.sessions.get(number)) is not None:
+                self._take_frames(session, acked_seq, seq, [body[at + begin : at + begin + length]])
+
+    def _take_frames(self, session: SessionRecord, acked_seq: int, first_seq: int, frames: list[bytes]) -> None:
         known_seq = session.acked_seq + len(session.frames)
-        for framed in split_frames(body[FRAMES.size :])[max(0, known_seq + 1 - first_seq) :]:
+        for framed in frames[max(0, known_seq + 1 - first_seq) :]:
             session.frames.append(framed)
             self._numbered(session, framed)
         del session.frames[: max(0, acked_seq - session.acked_seq)]

@@ -7,22 +7,19 @@ kernel takes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from seedance.daemon.ring.frame_store import FrameStore, StoredFrames
-from seedance.engine.channel import Batch
 
 ROWS: Final = 1 << 16
 """A stream's row is its number modulo this; one whose row is taken stays outside."""
 
 FEWEST: Final = 32
 """Fewer tokens than that in a step are cheaper one by one."""
-
-_PAIR_BYTES: Final = 8
 
 
 class Sends(NamedTuple):
@@ -82,27 +79,25 @@ class PlainStreams:
         self._counts[row] = 0
         return count
 
-    def take(self, batch: Batch) -> tuple[Sends | None, Iterable[tuple[int, int]]]:
-        """Count what goes straight to flows, and return it; and of a batch's `singles` what is left."""
-        if len(batch.singles) < FEWEST * _PAIR_BYTES:
-            return None, batch.pairs()
-        flat = np.frombuffer(batch.singles, np.uint32)
-        numbers, token_ids = flat[0::2], flat[1::2]
+    def take(
+        self, numbers: NDArray[np.uint32], token_ids: NDArray[np.uint32]
+    ) -> tuple[Sends | None, NDArray[np.uint32], NDArray[np.uint32]]:
+        """Count what of a step goes straight to flows, and return it; and what is left."""
         rows = numbers % ROWS
         is_plain = self._numbers[rows] == numbers
         is_plain &= self._lengths.take(token_ids, mode="clip") > 0
-        others: Iterable[tuple[int, int]] = ()
+        left_numbers, left_ids = numbers[:0], token_ids[:0]
         if not is_plain.all():
             left = ~is_plain
-            others = zip(numbers[left].tolist(), token_ids[left].tolist(), strict=True)
+            left_numbers, left_ids = numbers[left], token_ids[left]
             rows, token_ids = rows[is_plain], token_ids[is_plain]
         if not len(rows):
-            return None, others
+            return None, left_numbers, left_ids
         self._counts[rows] += 1  # no stream is twice in it
-        frames = StoredFrames(_view(self._addresses[token_ids], "Q"), _view(self._lengths[token_ids], "I"), self._store)
-        return Sends(_view(self._fds[rows], "I"), frames), others
+        frames = StoredFrames(view(self._addresses[token_ids], "Q"), view(self._lengths[token_ids], "I"), self._store)
+        return Sends(view(self._fds[rows], "I"), frames), left_numbers, left_ids
 
 
-def _view(column: NDArray[np.uint32] | NDArray[np.uint64], kind: str) -> memoryview:
+def view(column: NDArray[np.uint32] | NDArray[np.uint64], kind: str) -> memoryview:
     """Return a column by the name that the standard library has for its type."""
     return memoryview(column).cast("B").cast(kind)  # type: ignore[arg-type, call-overload, no-any-return]

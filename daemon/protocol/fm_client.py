@@ -139,6 +139,7 @@ class ClientSession(Session):
             self._fail("protocol_error", "cannot go on where the server does")
             return
         self._welcome = welcome
+        self._receiver.tokens_ack_delay_s = welcome.ack_delay_ms / 1000
         self._heartbeat = Heartbeat(now)
         if self._hello_wait_s == _HELLO_AGAIN_S:  # asked once: the answer is to that
             self._round_trip.measured(now - self._hello_at_s)

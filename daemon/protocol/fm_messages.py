@@ -16,18 +16,22 @@ from msgspec import Meta
 
 from seedance.daemon.protocol.fm_frame import (
     DEFAULT_PAYLOAD_BYTES,
+    HEADER_BYTES,
     MAX_STREAM,
     MIN_PAYLOAD_BYTES,
     UNNUMBERED,
     Encoding,
     Kind,
     broken,
+    frame,
     parse_tokens,
     tokens_prefix,
 )
 
 RING_FRAMES: Final = 128
 """How far ahead a frame may be, and so the largest window."""
+ACK_DELAY_MS: Final = 100
+"""So long an ACK may wait, if nothing else was told."""
 
 Seq = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Window = Annotated[int, Meta(ge=0, le=RING_FRAMES)]
@@ -75,7 +79,8 @@ class Welcome(_Body, frozen=True):
     """The server has a session for the client.
 
     Another `epoch` than before says that history was lost: both begin again, the server at `oldest_seq`. `last_seq` is
-    what the server has of the client, in order. `max_payload_bytes` holds both ways.
+    what the server has of the client, in order. `max_payload_bytes` holds both ways. The client may wait for
+    `ack_delay_ms` with an ACK of TOKENS; that of all else is to come within 100 ms as ever.
     """
 
     session_id: Name
@@ -89,6 +94,7 @@ class Welcome(_Body, frozen=True):
     encoding: int = Encoding.TEXT
     features: Features = []
     max_payload_bytes: PayloadBytes = DEFAULT_PAYLOAD_BYTES
+    ack_delay_ms: Milliseconds = ACK_DELAY_MS
 
 
 class Infer(_Body, frozen=True):
@@ -215,6 +221,8 @@ KINDS: Final[dict[type, Kind]] = {
 }
 
 _encode: Final = msgspec.msgpack.Encoder().encode
+_ack_decoder: Final = msgspec.msgpack.Decoder(Ack)
+_CONTROL_START: Final = frame(0, b"")[:-4]  # up to the length
 _HEADS: Final = {cls: bytes((kind,)) for cls, kind in KINDS.items()}
 _DECODERS: Final[dict[int, msgspec.msgpack.Decoder[Message]]] = {
     kind: msgspec.msgpack.Decoder(cls) for cls, kind in KINDS.items() if cls is not Tokens
@@ -240,6 +248,19 @@ def decode_payload(data: bytes, start: int, end: int) -> Message:
         return decoder.decode(memoryview(data)[start + 1 : end])
     except (msgspec.DecodeError, RecursionError) as exc:  # the latter is how msgspec refuses a body nested too deep
         raise broken(f"the body of {Kind(kind).name}: {exc}") from None
+
+
+def parse_ack(message: bytes) -> Ack | None:
+    """Return what a WebSocket message says that is one ACK and nothing else; None for every other one."""
+    length = len(message) - HEADER_BYTES
+    if length < 1 or message[HEADER_BYTES] != Kind.ACK or not message.startswith(_CONTROL_START):
+        return None
+    if int.from_bytes(message[len(_CONTROL_START) : HEADER_BYTES], "big") != length:
+        return None
+    try:
+        return _ack_decoder.decode(memoryview(message)[HEADER_BYTES + 1 :])
+    except msgspec.DecodeError:
+        return None
 
 
 def is_numbered(message: Message) -> bool:

@@ -20,12 +20,12 @@ import enum
 from collections.abc import Iterator
 from typing import Final
 
-from seedance.daemon.protocol.fm_frame import SEQ_MASK
-from seedance.daemon.protocol.fm_messages import RING_FRAMES
+from seedance.daemon.protocol.fm_frame import SEQ_MASK, Kind
+from seedance.daemon.protocol.fm_messages import ACK_DELAY_MS, RING_FRAMES
 from seedance.daemon.protocol.fm_timing import NEVER, RoundTrip
 
 DUPLICATES: Final = 1024
-ACK_DELAY_S: Final = 0.1
+ACK_DELAY_S: Final = ACK_DELAY_MS / 1000
 ACK_FRAMES: Final = RING_FRAMES // 4
 ACK_BYTES: Final = 64 << 10
 DEFAULT_RING_BYTES: Final = 4 << 20
@@ -53,7 +53,8 @@ class Receiver:
     """Put frames in order. What is early is held as the payload's bytes, whatever it may be once decoded.
 
     `expected_seq` is the next that is to be delivered. `ack_due_s` and `nack_due_s` are when `ack_sent` and
-    `missing_ranges` are to be called, NEVER for not at all.
+    `missing_ranges` are to be called, NEVER for not at all. `tokens_ack_delay_s` is how long the ACK of
+    TOKENS may wait.
     """
 
     __slots__ = (
@@ -69,12 +70,14 @@ class Receiver:
         "ack_due_s",
         "expected_seq",
         "nack_due_s",
+        "tokens_ack_delay_s",
     )
 
     def __init__(self, expected_seq: int = 1, ring_bytes: int = DEFAULT_RING_BYTES) -> None:
         self.expected_seq = expected_seq
         self.ack_due_s = NEVER
         self.nack_due_s = NEVER
+        self.tokens_ack_delay_s = ACK_DELAY_S
         # Early payloads by sequence, each with the time when it came.
         self._early: dict[int, tuple[bytes, float]] = {}
         self._early_bytes = 0
@@ -110,7 +113,7 @@ class Receiver:
         expected, size = self.expected_seq, end - start
         if low == expected & SEQ_MASK:
             self.expected_seq = expected + 1
-            self._delivered(size, now)
+            self._delivered(data[start], size, now)
             return Placed.IN_ORDER
         seq = unwrap(low, expected)
         distance = seq - expected
@@ -138,7 +141,7 @@ class Receiver:
             self.expected_seq += 1
             payload = found[0]
             self._early_bytes -= len(payload)
-            self._delivered(len(payload), now)
+            self._delivered(payload[0], len(payload), now)
             self.ack_due_s = now  # a gap is closed: the peer need not keep it
             yield payload
         if self._nacked_at_s:
@@ -194,13 +197,15 @@ class Receiver:
 
     # What the peer is told.
 
-    def _delivered(self, size: int, now: float) -> None:
+    def _delivered(self, kind: int, size: int, now: float) -> None:
         self._unacked_frames += 1
         self._unacked_bytes += size
         if self._unacked_frames >= ACK_FRAMES or self._unacked_bytes >= ACK_BYTES:
             self.ack_due_s = now
+        elif kind != Kind.TOKENS:
+            self.ack_due_s = min(self.ack_due_s, now + ACK_DELAY_S)
         elif self.ack_due_s == NEVER:
-            self.ack_due_s = now + ACK_DELAY_S
+            self.ack_due_s = now + self.tokens_ack_delay_s
 
     @property
     def owes_ack(self) -> bool:

@@ -196,6 +196,27 @@ class Sender:
         self._is_pressed = False
         return True
 
+    # Frames that the owner numbers and sends by itself.
+
+    def can_lend(self, payload_bytes: int, frames: int) -> bool:
+        """Tell whether so many frames may be numbered elsewhere: nothing waits, and they are far from the bound."""
+        if self._waiting or self._fresh or self._resend or self._is_pressed:
+            return False
+        return self.held_bytes + frames * (payload_bytes + FRAME_COST_BYTES) < self._pause_bytes
+
+    def sent_elsewhere(self, frames: Sequence[bytes]) -> None:
+        """Keep frames that were numbered from `next_seq` on, and sent."""
+        self._kept.extend(frames)
+        self.next_seq += len(frames)
+        self.held_bytes += sum(map(len, frames)) + len(frames) * (FRAME_COST_BYTES - HEADER_BYTES)
+
+    def acked_elsewhere(self, frames: int, credit: int) -> None:
+        """Let go of all that is kept, and pass over so many frames that were sent and ACKed since."""
+        self._release(self.next_seq - 1)
+        self.next_seq += frames
+        self.acked_seq += frames
+        self.credit = credit
+
     # What leaves.
 
     def take(self) -> list[bytes]:

@@ -19,6 +19,8 @@ from seedance.daemon.protocol.fm_frame import (
     tokens_prefix,
 )
 from seedance.daemon.protocol.fm_messages import (
+    ACK_DELAY_MS,
+    RING_FRAMES,
     Accept,
     Cancel,
     End,
@@ -41,6 +43,9 @@ from seedance.errors import LocalProtocolError, RemoteProtocolError
 MAX_STREAMS: Final = 256
 """Streams at once in one session, whatever the tenant's own limit."""
 
+LOSSLESS_ACK_DELAY_MS: Final = 1000
+"""So long a client may wait with the ACK of TOKENS on a link that loses nothing: they come by count, then."""
+
 
 class HelloReceived(msgspec.Struct, frozen=True):
     """A client asks for a session, new or known."""
@@ -60,6 +65,16 @@ class Unsaved(NamedTuple):
     last_stream: int
     first_seq: int
     frames: bytes
+
+
+class Lent(NamedTuple):
+    """Where a stream's frames go on, and how far they may; `prefix` is what their payloads begin with."""
+
+    stream: int
+    prefix: bytes
+    next_seq: int
+    acked_seq: int
+    credit: int
 
 
 class ServerOpening:
@@ -235,6 +250,7 @@ class ServerSession(Session):
                 window=self._window,
                 encoding=self._encoding,
                 max_payload_bytes=self._payload_bytes,
+                ack_delay_ms=LOSSLESS_ACK_DELAY_MS if self.options.lossless else ACK_DELAY_MS,
             )
         )
 
@@ -282,6 +298,38 @@ class ServerSession(Session):
         backpressure = self._send(stream, message, beyond_bound=True)
         del self._streams[stream]
         return backpressure
+
+    # TOKENS that the owner numbers and sends by itself, for many sessions at once.
+
+    def lend(self, payload_bytes: int) -> Lent | None:
+        """Return where the numbers of the only stream's TOKENS go on; None where they are to be sent one by one.
+
+        Until `sent_elsewhere` nothing but `acked_elsewhere` may be called; no payload may be longer than this.
+        """
+        sender = self._sender
+        if self.state is not State.CONNECTED or len(self._streams) != 1 or self._control or sender.unsaved:
+            return None
+        if payload_bytes > self._payload_bytes or not sender.can_lend(payload_bytes, RING_FRAMES):
+            return None
+        ((stream, prefix),) = self._streams.items()
+        return Lent(stream, prefix, sender.next_seq, sender.acked_seq, sender.credit)
+
+    def sent_elsewhere(self, frames: Sequence[bytes]) -> None:
+        """Take back the numbers: these frames were sent, and are in the journal."""
+        self._sender.sent_elsewhere(frames)
+        self._saved = self._sender.next_seq, self._saved[1]
+
+    def acked_elsewhere(self, seq: int, credit: int) -> None:
+        """Take an ACK of all that was sent before the numbers were lent, and of what follows up to `seq`."""
+        assert self._heartbeat is not None
+        self._heartbeat.heard()
+        self._sender.acked_elsewhere(seq + 1 - self._sender.next_seq, credit)
+        self._saved = self._sender.next_seq, self._saved[1]
+
+    @property
+    def next_seq(self) -> int:
+        """Return the number of the next frame, as far as it is known here."""
+        return self._sender.next_seq
 
     # What the client sent.
 

@@ -38,14 +38,14 @@ class FrameStore:
 
 
 class StoredFrames(NamedTuple):
-    """Frames in a store, for a list of flows; whoever has these holds the store.
+    """Frames that lie still in memory, for a list of flows; whoever has these holds the memory by `store`.
 
     `addresses` is a memoryview of unsigned 64-bit numbers, `lengths` one of unsigned 32-bit ones.
     """
 
     addresses: memoryview
     lengths: memoryview
-    store: FrameStore
+    store: object
 
     def to(self, fds: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         """Iterate over descriptors, each with its frame."""

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 
 from seedance.daemon.ring import abi
 from seedance.daemon.ring.flow import CLOSED, ENDING, OPEN, RingFlow
-from seedance.daemon.ring.frame_store import FrameStore, StoredFrames
+from seedance.daemon.ring.frame_store import StoredFrames
 from seedance.daemon.ring.operations import KIND_SEND, KIND_SHIFT, KIND_WRITABLE, TAG_MASK
 from seedance.daemon.ring.pool import Buffer, BufferPool
 from seedance.daemon.ring.uring import Uring
@@ -48,7 +48,7 @@ class _Batch(NamedTuple):
     fds: memoryview
     addresses: memoryview
     lengths: memoryview
-    memory: Buffer | FrameStore
+    memory: object
 
 
 class SendQueue:
@@ -182,7 +182,7 @@ class SendQueue:
         fds = array.array("I", [flow.number for flow in batch])
         self._push(memoryview(fds), memoryview(addresses), memoryview(array.array("I", lengths)), buffer)
 
-    def _push(self, fds: memoryview, addresses: memoryview, lengths: memoryview, memory: Buffer | FrameStore) -> None:
+    def _push(self, fds: memoryview, addresses: memoryview, lengths: memoryview, memory: object) -> None:
         """Write the SQEs of a batch."""
         assert self._batch is None
         count = len(fds)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fm_worker import FmPeer, FmWorker
 
+from seedance.daemon.plain_streams import FEWEST
 from seedance.daemon.protocol.fm_messages import Cancel, End, Infer
 from seedance.daemon.protocol.fm_states import State
 from seedance.engine.channel import Abort, SetPaused, Submit
@@ -16,6 +17,20 @@ from seedance.engine.request import FinishReason
 BOUND_BYTES = 32 << 10
 MOST_STREAMS = 6
 ACTS = ("ask", "ask", *["step"] * 8, "finish", "cancel", "drop", "lose", "connect", "stall", "stall", "read", "wait")
+ACTS_OF_ONE = (
+    "ask",
+    *["step"] * 20,
+    "finish",
+    "finish",
+    "cancel",
+    "drop",
+    "lose",
+    "connect",
+    "stall",
+    "read",
+    "wait",
+    "wait",
+)
 
 
 class Engine:
@@ -56,8 +71,8 @@ class Engine:
 class Life:
     """One client and what happens to it; requests reach the engine in the order in which they were made."""
 
-    def __init__(self) -> None:
-        self.worker = FmWorker(resume_for_s=1e6, bound_bytes=BOUND_BYTES)
+    def __init__(self, bound_bytes: int, fewest_in_columns: int = FEWEST) -> None:
+        self.worker = FmWorker(resume_for_s=1e6, bound_bytes=bound_bytes, fewest_in_columns=fewest_in_columns)
         self.engine = Engine(self.worker)
         self.peer = FmPeer(self.worker)
         self.peer.connect()
@@ -99,12 +114,33 @@ class Life:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(ACTS), st.integers(1, 600)), min_size=30, max_size=60))
 def test_all_text_comes_once_and_in_order(acts: list[tuple[str, int]]) -> None:
-    life = Life()
+    lives(acts, Life(BOUND_BYTES), BOUND_BYTES)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(ACTS_OF_ONE), st.integers(1, 40)), min_size=30, max_size=100))
+def test_all_text_comes_once_and_in_order_in_columns(acts: list[tuple[str, int]]) -> None:
+    lives(acts, Life(2 * BOUND_BYTES, 1), 2 * BOUND_BYTES)
+
+
+def test_plain_tokens_of_a_session_with_one_stream_go_in_columns() -> None:
+    life = Life(2 * BOUND_BYTES, 1)
+    life.act("ask", 1)
+    for _ in range(100):
+        life.act("step", 1)
+    assert life.worker.driver.frames > 90
+    life.settle()
+    assert life.peer.text(1) == life.engine.texts[1]
+    life.worker.close()
+
+
+def lives(acts: list[tuple[str, int]], life: Life, bound_bytes: int) -> None:
     for what, size in acts:
         life.act(what, size)
         session = life.peer.session
         assert session is not None
-        assert session.protocol.held_bytes < BOUND_BYTES
+        if what != "step":  # to ask has it take its row back
+            assert session.protocol.held_bytes < bound_bytes
     life.settle()
     assert not life.engine.paused & set(life.engine.running), "nobody is behind any more"
     for _ in life.streams:

@@ -15,6 +15,7 @@ from support.ruled_engine import RuledEngine, expected_text
 
 from seedance.daemon import shared_log
 from seedance.daemon.fm_answer import FmAnswer
+from seedance.daemon.plain_streams import FEWEST
 from seedance.daemon.protocol.fm_messages import Accept, Error
 
 LENGTH = st.integers(1, 40)
@@ -23,10 +24,13 @@ LENGTH = st.integers(1, 40)
 class Dying(RuleBasedStateMachine):
     """One client with several streams, whose workers and engine hosts die."""
 
+    at_once = 6
+    fewest_in_columns = FEWEST
+
     def __init__(self) -> None:
         super().__init__()
         self.fd = shared_log.create("test")
-        self.worker = FmWorker(log_fd=self.fd, resume_for_s=1e9)
+        self.worker = self.new_worker()
         self.peer = FmPeer(self.worker)
         self.engine = RuledEngine(self.worker)
         self.asked: dict[int, tuple[int, int]] = {}
@@ -55,6 +59,9 @@ class Dying(RuleBasedStateMachine):
             self.worker.close()
             os.close(self.fd)
 
+    def new_worker(self, is_ready: bool = True) -> FmWorker:
+        return FmWorker(log_fd=self.fd, resume_for_s=1e9, is_ready=is_ready, fewest_in_columns=self.fewest_in_columns)
+
     @initialize()
     def begin(self) -> None:
         self.peer.connect()
@@ -62,7 +69,8 @@ class Dying(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1000), length=LENGTH)
     def ask(self, seed: int, length: int) -> None:
-        if len(self.asked) < 6 and self.peer.connection.end_code is None and self.connected:
+        may_ask = len(self.asked) < 6 and len(self.engine.running) < self.at_once
+        if may_ask and self.peer.connection.end_code is None and self.connected:
             number = self.peer.ask(seed=seed, max_tokens=length)
             self.asked[number] = seed, length
             self.engine.hear()
@@ -136,7 +144,7 @@ class Dying(RuleBasedStateMachine):
             self.peer.client.receive_eof()
         self.peer.connection.end_code = 1006
         self.worker.die()
-        self.worker = self.peer.worker = FmWorker(log_fd=self.fd, resume_for_s=1e9, is_ready=is_ready)
+        self.worker = self.peer.worker = self.new_worker(is_ready)
         self.engine.follow(self.worker)
         if not is_ready:
             self.come_back()
@@ -162,3 +170,14 @@ class Dying(RuleBasedStateMachine):
 
 Dying.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestDying = Dying.TestCase
+
+
+class DyingInColumns(Dying):
+    """The same with one stream at a time, which is taken in columns whenever it can be."""
+
+    at_once = 1
+    fewest_in_columns = 1
+
+
+DyingInColumns.TestCase.settings = Dying.TestCase.settings
+TestDyingInColumns = DyingInColumns.TestCase

@@ -6,6 +6,7 @@ The clients are those of kept streams.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -78,7 +79,7 @@ class Dying(RuleBasedStateMachine):
         if len(self.clients) == MOST:
             return
         client = KeptClient(self.worker, RequestKey.of(f"k{len(self.clients)}", b""))
-        fields = {"seed": seed, "max_tokens": length}
+        fields: dict[str, Any] = {"seed": seed, "max_tokens": length}
         if door == "infer":
             client.asks(client.infer, **fields)
         else:

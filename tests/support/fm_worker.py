@@ -14,10 +14,12 @@ from seedance.daemon.engine_client import EngineClient
 from seedance.daemon.fm_sessions import FmSessions
 from seedance.daemon.fm_streams import FmSession
 from seedance.daemon.journal import Journal
+from seedance.daemon.plain_streams import FEWEST
 from seedance.daemon.protocol.fm_client import ClientSession
 from seedance.daemon.protocol.fm_messages import Accept, End, Error, Hello, Infer, Message, Note, Tokens
 from seedance.daemon.protocol.fm_server import HelloReceived, ServerOpening
 from seedance.daemon.protocol.fm_session import Options
+from seedance.daemon.ring.frame_store import StoredFrames
 from seedance.daemon.service import Service
 from seedance.daemon.shared_log import SharedLog
 from seedance.engine.adapter import EngineState
@@ -28,6 +30,7 @@ from seedance.qos.limiter import TenantLimiter
 from seedance.qos.quota import MemoryQuota, Quota, SessionQuota
 
 KEY = b"k" * 32
+_NO_DESCRIPTOR = 1 << 20
 MODEL = ModelInfo(
     name="m", tokenizer_dir="", max_model_len=8192, vocab_size=VOCAB_SIZE, eos_token_ids=(1,), created=1, engine="none"
 )
@@ -37,9 +40,8 @@ TOKENIZER = tokenizer.synthetic()
 class FakeConnection:
     """A connection that keeps what is sent, and how it was ended."""
 
-    fd = -1
-
-    def __init__(self) -> None:
+    def __init__(self, fd: int = -1) -> None:
+        self.fd = fd
         self.messages: list[bytes] = []
         self.end_code: int | None = None
 
@@ -50,8 +52,27 @@ class FakeConnection:
     def end(self, close_code: int) -> None:
         self.end_code = close_code
 
+    def fell_behind(self, waiting_bytes: int) -> None:
+        raise AssertionError("nothing ever waits here")
+
     def all_sent(self) -> None:
         pass
+
+
+class FmDriver(FakeDriver):
+    """A driver that brings frames which are sent past the connections to those, as messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connections: dict[int, FakeConnection] = {}
+        self.frames = 0
+
+    def send_each(self, fds: memoryview, frames: StoredFrames) -> list[tuple[int, int]]:
+        for fd, frame in frames.to(fds):
+            assert frame[0] == 0x82 and frame[1] == len(frame) - 2 < 126
+            self.connections[fd].send_message(frame[2:])
+            self.frames += 1
+        return []
 
 
 class FmWorker:
@@ -65,12 +86,13 @@ class FmWorker:
         bound_bytes: int = 64 << 10,
         log_fd: int | None = None,
         is_ready: bool = True,
+        fewest_in_columns: int = FEWEST,
     ) -> None:
         """`log_fd` is the log that its journal is in, which stays the caller's."""
         self.loop = VirtualTimeLoop()
         self.log = None if log_fd is None else SharedLog(os.dup(log_fd))
         self.journal = Journal(self.log)
-        self.driver = FakeDriver()
+        self.driver = FmDriver()
         self.quota = Quota(
             tenant="acme",
             session=SessionQuota(resume_for_s=resume_for_s),
@@ -79,7 +101,13 @@ class FmWorker:
         limiter = TenantLimiter(self.quota)
         self.service = Service(self.loop, self.quota, limiter)
         self.service.engine = EngineClient(
-            self.driver, limiter, self.loop.time, lambda change: None, str.encode, self.journal
+            self.driver,
+            limiter,
+            self.loop.time,
+            lambda change: None,
+            str.encode,
+            self.journal,
+            fewest_in_columns=fewest_in_columns,
         )
         self.service.engine.connect(10)
         options = Options(bound_bytes=bound_bytes)
@@ -118,11 +146,13 @@ class FmWorker:
         """Be the engine: a token of each stream, or with a reason their last ones."""
         token_ids = TOKENIZER.encode(text)
         if reason is None:
-            pairs = [entry for token_id in token_ids for number in numbers for entry in (number, token_id)]
-            batch = Batch([], pack_singles(pairs))
+            batches = [
+                Batch([], pack_singles([entry for number in numbers for entry in (number, token_id)]))
+                for token_id in token_ids
+            ]
         else:
-            batch = Batch([Delta(number, token_ids, finish_reason=reason) for number in numbers], pack_singles([]))
-        self.service.engine.data_received(encode(batch))
+            batches = [Batch([Delta(number, token_ids, finish_reason=reason) for number in numbers], pack_singles([]))]
+        self.service.engine.data_received(b"".join(map(encode, batches)))
 
     def close(self) -> None:
         self.sessions.close()
@@ -159,7 +189,9 @@ class FmPeer:
         if isinstance(found, Error):
             self.refusal = found
             return
-        self.connection = FakeConnection()
+        connections = self.worker.driver.connections
+        self.connection = FakeConnection(_NO_DESCRIPTOR + len(connections))
+        connections[self.connection.fd] = self.connection
         self.session = found
         found.connect(self.connection, hello)
         self.pump()

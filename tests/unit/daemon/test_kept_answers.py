@@ -304,6 +304,7 @@ def test_what_cannot_be_asked_again_is_lost_with_a_line(life: Life, caplog: pyte
     life.pump()
     stream = client.stream
     assert stream is not None
+    assert stream._request is not None
     stream._request = msgspec.structs.replace(stream._request, body=b"junk")
     life.worker.journal.begin_anew()
     with caplog.at_level(logging.ERROR):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from seedance.daemon.plain_streams import FEWEST, ROWS, PlainStreams
-from seedance.engine.channel import Batch, pack_singles
 
 TOKENS = 50
 SENT = st.dictionaries(st.integers(1, 200), st.integers(0, 2 * TOKENS), min_size=FEWEST, max_size=150)
 
 
-def batch(pairs: dict[int, int]) -> Batch:
-    return Batch([], pack_singles(value for pair in pairs.items() for value in pair))
+def columns(pairs: dict[int, int]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    return np.array(list(pairs), np.uint32), np.array(list(pairs.values()), np.uint32)
 
 
 def made(token_ids: int = TOKENS) -> PlainStreams:
@@ -24,8 +25,9 @@ def made(token_ids: int = TOKENS) -> PlainStreams:
 
 
 def taken(plain: PlainStreams, pairs: dict[int, int]) -> tuple[list[tuple[int, bytes]], dict[int, int]]:
-    sends, others = plain.take(batch(pairs))
-    return [] if sends is None else list(sends.frames.to(sends.fds)), dict(others)
+    sends, numbers, token_ids = plain.take(*columns(pairs))
+    left = dict(zip(numbers.tolist(), token_ids.tolist(), strict=True))
+    return [] if sends is None else list(sends.frames.to(sends.fds)), left
 
 
 @given(st.sets(st.integers(1, 200)), st.sets(st.integers(0, TOKENS - 1)), st.lists(SENT, max_size=4))
@@ -46,16 +48,6 @@ def test_what_is_known_and_plain_goes_straight(
         expected = [(1000 + n, f"<text {t}>".encode()) for n, t in straight.items()]
         assert taken(plain, pairs) == (expected, {n: t for n, t in pairs.items() if n not in straight})
     assert {number: plain.remove(number) for number in known} == counts
-
-
-def test_few_tokens_are_left_to_others() -> None:
-    plain = made()
-    plain.learn(1, "x")
-    pairs = dict.fromkeys(range(1, FEWEST), 1)
-    for number in pairs:
-        plain.add(number, number)
-        plain.set_plain(number, True)
-    assert taken(plain, pairs) == ([], pairs)
 
 
 def test_a_row_has_one_stream() -> None:
@@ -92,7 +84,7 @@ def test_another_vocabulary_has_other_frames() -> None:
         plain.set_plain(number, True)
     for token_id in range(3):
         plain.learn(token_id, "old")
-    sends, _ = plain.take(batch(pairs))
+    sends, *_ = plain.take(*columns(pairs))
     plain.use_vocabulary(2)
     assert taken(plain, pairs) == ([], pairs)
     plain.learn(0, "new")

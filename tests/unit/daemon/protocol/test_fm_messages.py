@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from seedance.daemon.protocol.fm_frame import MIN_PAYLOAD_BYTES, UNNUMBERED
+from seedance.daemon.protocol.fm_frame import MIN_PAYLOAD_BYTES, UNNUMBERED, frame
 from seedance.daemon.protocol.fm_messages import (
     KINDS,
     Ack,
@@ -14,10 +14,12 @@ from seedance.daemon.protocol.fm_messages import (
     Message,
     Nack,
     Note,
+    Pong,
     Tokens,
     decode_payload,
     encode_payload,
     is_numbered,
+    parse_ack,
 )
 from seedance.errors import RemoteProtocolError
 
@@ -65,3 +67,12 @@ def test_what_is_about_the_connection_fits_the_least_payload() -> None:
     ranges = [(far + 2 * index, far + 2 * index) for index in range(64)]
     for message in (Nack(ranges=ranges), Error(stream=0, code="x" * 256, message="\U0001f600" * 512)):
         assert len(encode_payload(message)) <= MIN_PAYLOAD_BYTES
+
+
+def test_a_message_that_is_one_ack_is_known_as_such() -> None:
+    ack = Ack(seq=2**40, credit=7)
+    message = frame(0, encode_payload(ack))
+    assert parse_ack(message) == ack
+    others = [message + message, message[:-1], message[:11], b"", frame(1, encode_payload(ack)), frame(0, b"\x0b\xc0")]
+    others += [frame(0, encode_payload(Pong(opaque=b"12345678"))), b"\x81" + message[1:]]
+    assert [parse_ack(other) for other in others] == [None] * len(others)

@@ -12,6 +12,7 @@ from seedance.daemon.protocol.fm_messages import (
     Infer,
     Modality,
     Nack,
+    Note,
     Part,
     Ping,
     Pong,
@@ -19,6 +20,7 @@ from seedance.daemon.protocol.fm_messages import (
 )
 from seedance.daemon.protocol.fm_receiver import ACK_DELAY_S, ACK_FRAMES
 from seedance.daemon.protocol.fm_sender import Backpressure
+from seedance.daemon.protocol.fm_server import LOSSLESS_ACK_DELAY_MS
 from seedance.daemon.protocol.fm_session import Drained, Failed, Options, PeerGone
 from seedance.daemon.protocol.fm_states import State
 from seedance.daemon.protocol.fm_timing import HEARTBEAT_S, NEVER
@@ -66,14 +68,24 @@ def test_acks_come_late_or_with_what_is_sent_anyway() -> None:
     pair.server.send_tokens(1, b"a")
     pair.pump()
     assert pair.server.statistics().frames_under_way == 1
-    assert pair.client.next_timer() == pair.now + ACK_DELAY_S
+    assert pair.client.next_timer() == pair.now + LOSSLESS_ACK_DELAY_MS / 1000
     pair.client.part(Part(stream=1, modality=Modality.TEXT, data=b""))
     sent = messages(pair.client.data_to_send(pair.now))
     assert [type(each) for each in sent] == [Ack, Part]
     pair.server.send_tokens(1, b"b")
     pair.pump()
-    pair.wait(ACK_DELAY_S)
+    pair.wait(LOSSLESS_ACK_DELAY_MS / 1000)
     assert pair.server.statistics().frames_under_way == 0
+
+
+def test_only_tokens_are_acked_so_late() -> None:
+    pair = Pair()
+    pair.begin()
+    pair.wait(1.0)
+    pair.server.send_tokens(1, b"a")
+    pair.server.note(Note(stream=1, note="queued"))
+    pair.pump()
+    assert pair.client.next_timer() == pair.now + ACK_DELAY_S
 
 
 def test_every_so_many_frames_are_acked_at_once() -> None:
