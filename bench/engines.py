@@ -49,7 +49,9 @@ class Request:
 class BenchEngine:
     """One engine with its own ledger; an `EngineEvents`."""
 
-    def __init__(self, run_dir: Path, *, plain: bool, slots: int, threads: int = 1, step_target_s: float = 0.03) -> None:
+    def __init__(
+        self, run_dir: Path, *, plain: bool, slots: int, threads: int = 1, step_target_s: float = 0.03
+    ) -> None:
         self.name = "plain" if plain else "seedance"
         self.ledger = Ledger.create()
         settings = VllmSettings(

