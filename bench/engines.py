@@ -49,7 +49,9 @@ class Request:
 class BenchEngine:
     """One engine with its own ledger; an `EngineEvents`."""
 
-    def __init__(self, run_dir: Path, *, plain: bool, slots: int, threads: int = 1) -> None:
+    def __init__(
+        self, run_dir: Path, *, plain: bool, slots: int, threads: int = 1, step_target_s: float = 0.03
+    ) -> None:
         self.name = "plain" if plain else "seedance"
         self.ledger = Ledger.create()
         settings = VllmSettings(
@@ -58,6 +60,7 @@ class BenchEngine:
             run_dir=str(run_dir),
             kv_bytes=KV_BYTES,
             max_num_seqs=slots,
+            step_target_s=step_target_s,
             threads=threads,
             dtype="float32",
             plain_scheduler=plain,

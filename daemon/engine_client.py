@@ -303,6 +303,8 @@ class EngineClient:
         if stream.is_resumed and message.code in _TRANSIENT:
             self._hold([stream])
         elif self._remove(stream):
+            if stream.charged_tokens and not stream.output_tokens:
+                self._limiter.refund(self._clock(), stream.charged_at, stream.charged_tokens)
             error = ApiError(message.code, message.message, retry_after_s=message.retry_after_s)
             stream.sink.stream_failed(error)
 

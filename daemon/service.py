@@ -299,14 +299,18 @@ class Service:
                 )
                 submits.append((token_ids, parameters))
         answer.prompt_tokens = sum(map(len, prompts))  # once for all choices, as OpenAI counts
-        self._charge_prompt(answer.prompt_tokens)
+        charged_at = self._charge_prompt(answer.prompt_tokens)
         for index, (token_ids, parameters) in enumerate(submits):
-            answer.streams.append(self._stream(request, answer, index, served, token_ids, parameters))
+            stream = self._stream(request, answer, index, served, token_ids, parameters)
+            if index % request.choices() == 0:
+                stream.charged_at, stream.charged_tokens = charged_at, len(token_ids)
+            answer.streams.append(stream)
         for stream, (token_ids, parameters) in zip(answer.streams, submits, strict=True):
             self.engine.submit(stream, token_ids, parameters, answer.urgency)
         answer.started()
 
-    def _charge_prompt(self, prompt_tokens: int) -> None:
+    def _charge_prompt(self, prompt_tokens: int) -> float:
+        """Charge the tokens of prompts; returns when."""
         now = self._loop.time()
         remaining = self._limiter.remaining(now)
         if remaining is not None and prompt_tokens >= remaining:
@@ -315,6 +319,7 @@ class Service:
                 f"cannot take a prompt of {prompt_tokens} tokens: your quota has {remaining} left for now",
             )
         self._limiter.charge(now, prompt_tokens=prompt_tokens)
+        return now
 
     def resume(self, request: Parameters, answer: Answer, records: Sequence[StreamRecord]) -> list[str]:
         """Go on with the streams of a request that another worker had, which were expected, those that have not ended.

@@ -48,11 +48,14 @@ class Stream:
 
     `prompt_token_ids`, `sampling`, and `token_ids` of all that came (see `emitted`) are what another engine goes on
     from. `is_kept` says that it waits for one for as long as it takes, `is_resumed` that one has been asked to.
+    `charged_tokens` is what its prompt was charged, at `charged_at`; a host that refuses it gives that back.
     """
 
     __slots__ = (
         "bypass_fd",
         "cached_tokens",
+        "charged_at",
+        "charged_tokens",
         "detokenizer",
         "fell_behind",
         "hidden_token_ids",
@@ -87,6 +90,8 @@ class Stream:
         self.fell_behind: Callable[[int], None] = _nobody
         self.output_tokens = 0
         self.cached_tokens = 0
+        self.charged_at = 0.0
+        self.charged_tokens = 0
         self.hidden_token_ids: tuple[int, ...] = ()
         self.prompt_token_ids = array.array("I")
         self.token_ids = array.array("I")

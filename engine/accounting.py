@@ -7,7 +7,7 @@ is charged when it has.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -89,10 +89,13 @@ class Accounts:
         rates = self._cost.rates(load, min(step_s, late_s + _LATE_S))
         self._cost.observe(load, step_s)
         usage_scale = self._usage.set_time(now_s, self._roster.tenants.values())
+        late: list[tuple[Tenant, float]] = []
         decode_s, context_s = rates.request_s + rates.decode_s, rates.context_s
-        charges = [(tenant, decode_s * size + context_s * context) for tenant, size, context in step.decodes]
-        charges += [(tenant, rates.share_s(part)) for tenant, part in step.reads.items()]
-        return _charge(charges, usage_scale, now_s)
+        for tenant, size, context_tokens in step.decodes:
+            _charge(tenant, decode_s * size + context_s * context_tokens, usage_scale, late, now_s)
+        for tenant, part in step.reads.items():
+            _charge(tenant, rates.share_s(part), usage_scale, late, now_s)
+        return late
 
     def _missing(self, scheduled: Mapping[Key, int], readers: int) -> dict[Tenant, list[Request]]:
         """Return the requests that should have decoded, by tenant, and did not."""
@@ -106,11 +109,13 @@ class Accounts:
     def _count_decodes(
         self, step: _Step, spent: list[Tenant], now_s: float, missing: dict[Tenant, list[Request]]
     ) -> None:
-        load, decodes, number = step.load, step.decodes, self.scheduled_steps
+        decodes, number = step.decodes, self.scheduled_steps
+        all_size = all_context_tokens = 0
         for tenant in self._roster.decoding:
             group = tenant.group
             size, context_tokens = group.size, group.context_tokens
-            tenant.blocks += group.advance()
+            if growth := group.advance():
+                tenant.blocks += growth
             if missing and tenant in missing:
                 for request in missing[tenant]:
                     tenant.blocks -= group.put_back(request)
@@ -119,12 +124,14 @@ class Accounts:
             if size:
                 tenant.output_tokens += size
                 tenant.last_scheduled = number
-                load.decodes += size
-                load.context_tokens += context_tokens
+                all_size += size
+                all_context_tokens += context_tokens
                 decodes.append((tenant, size, context_tokens))
                 if tenant.is_metered and _spend(tenant, size, size, now_s):
                     spent.append(tenant)
-        load.requests += load.decodes
+        load = step.load
+        load.requests = load.decodes = all_size
+        load.context_tokens = all_context_tokens
 
     def _count_read(self, step: _Step, request: Request, tokens: int, now_s: float) -> bool:
         tenant = request.tenant
@@ -161,12 +168,11 @@ def _spend(tenant: Tenant, tokens: int, output_tokens: int, now_s: float) -> boo
     return is_spent
 
 
-def _charge(charges: Iterable[tuple[Tenant, float]], usage_scale: float, now_s: float) -> list[tuple[Tenant, float]]:
-    late = []
-    for tenant, charge_s in charges:
-        tenant.step_s += charge_s
-        tenant.virtual_s += charge_s * tenant.inverse_weight
-        tenant.usage += charge_s * usage_scale
-        if tenant.credit is not None and tenant.credit.charge(charge_s, now_s) <= 0:
-            late.append((tenant, charge_s))
-    return late
+def _charge(
+    tenant: Tenant, charge_s: float, usage_scale: float, late: list[tuple[Tenant, float]], now_s: float
+) -> None:
+    tenant.step_s += charge_s
+    tenant.virtual_s += charge_s * tenant.inverse_weight
+    tenant.usage += charge_s * usage_scale
+    if tenant.credit is not None and tenant.credit.charge(charge_s, now_s) <= 0:
+        late.append((tenant, charge_s))

@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import math
 import mmap
+import operator
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
@@ -64,6 +65,7 @@ class _Column(Generic[S]):
         self._offset = offset
         fields = msgspec.structs.fields(kind)
         self._names = [field.name for field in fields]
+        self._values: Callable[[S], tuple[Any, ...]] = operator.attrgetter(*self._names)
         self._optional = [field.name for field in fields if field.type == float | None]
         self._pack = struct.Struct("=" + "".join(_CODES[field.type] for field in fields))
         self._room = -(-(self._pack.size + 4) // 8) * 8
@@ -74,8 +76,10 @@ class _Column(Generic[S]):
         return slice(at, at + self._pack.size + 4)
 
     def encode(self, value: S) -> bytes:
-        numbers = [getattr(value, name) for name in self._names]
-        data = self._pack.pack(*(math.nan if number is None else number for number in numbers))
+        numbers = self._values(value)
+        if self._optional:
+            numbers = tuple(math.nan if number is None else number for number in numbers)
+        data = self._pack.pack(*numbers)
         return data + zlib.crc32(data).to_bytes(4, "little")
 
     def decode(self, data: bytes) -> S | None:

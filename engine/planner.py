@@ -4,7 +4,8 @@ All who decode take their token in every step, so a step is decided by what is r
 virtual counters, request by request, until the step is full:
 
 * A step takes no longer than `step_target_s`, or twice what its decoding takes alone: so no prompt stops decoding. A
-  tenant that is alone, and has been for a while, has no such cap.
+  tenant that is alone, and has been for a while, has no such cap. A light one for which all who decode stand back (see
+  `courtesy`) has `patience_s`.
 * A tenant that uses less than half of its fair part of the engine is *light*. Others read in a step with its tokens in
   it only as long as the step takes no more than `protected_slowdown` times what the light ones' part takes alone: a
   light user hardly notices a flood. That cannot last, as one that is in most steps is not light for long.
@@ -71,9 +72,9 @@ class Planner:
     def opens_s(self, now_s: float, *, is_reading: bool) -> float:
         """Return when the admission window opens for those who wait now; infinity when nobody does."""
         roster = self._roster
-        waiting = sum(tenant.queued for tenant in roster.counters.waiting)
+        waiting, decoders = roster.admissible, len(roster.decoders)
         mixed_s = self._cost.prices.mixed_s
-        return self._window.opens_s(waiting, len(roster.decoders), mixed_s, is_reading=is_reading, now_s=now_s)
+        return self._window.opens_s(waiting, decoders, mixed_s, is_reading=is_reading, now_s=now_s)
 
     def urgent_s(self, prompt_tokens: int, deadline_s: float) -> float:
         """Return when a request becomes urgent for its deadline: two steps and twice its reading before that."""
@@ -106,37 +107,50 @@ class _Round:
         self._is_impatient = is_impatient
         self._plan = Plan()
         roster = self._roster
-        self._load = StepLoad(
-            requests=len(roster.decoders),
-            decodes=len(roster.decoders),
-            context_tokens=sum(tenant.group.context_tokens for tenant in roster.decoding),
-        )
+        self._load = self._light_load = self._guest_load = StepLoad()
         self._budget = self._settings.step_tokens - len(roster.decoders)
         # A tenant is light when its usage is below this times its weight.
+        part = planner._usage.usage(1.0) / max(roster.active_weight, 1e-9)
+        self._guest_usage = self._settings.guest_fraction * part
+        self._flood_usage = self._settings.flood_fraction * part
         self._light_usage = planner._usage.usage(self._settings.light_fraction) / max(roster.active_weight, 1e-9)
         self._wide_s = math.inf
-        self._light_load = StepLoad()
-        if is_shared:
-            self._wide_s = max(self._settings.step_target_s, 2 * self._cost.predict_s(self._load))
-            self._find_light()
         self._take = -1
         self._blocks = -1
+        self._paced: dict[Tenant, int] = {}
         self._readers: dict[Tenant, Iterator[Request]] = {}
 
-    def _find_light(self) -> None:
-        load = self._light_load
+    def _find_loads(self) -> None:
+        """Sum up what all who decode, the light ones among them, and guests (see `courtesy`) put into the step."""
+        size = context_tokens = light_size = light_context_tokens = guest_size = guest_context_tokens = 0
+        light_usage, guest_usage = (self._light_usage, self._guest_usage) if self._is_shared else (0.0, 0.0)
         for tenant in self._roster.decoding:
-            if self._is_light(tenant):
-                load.decodes += tenant.group.size
-                load.context_tokens += tenant.group.context_tokens
-        load.requests = load.decodes
+            group = tenant.group
+            size += group.size
+            context_tokens += group.context_tokens
+            if tenant.usage < light_usage * tenant.weight:
+                light_size += group.size
+                light_context_tokens += group.context_tokens
+            if not tenant.queued and tenant.usage < guest_usage * tenant.weight:
+                guest_size += group.size
+                guest_context_tokens += group.context_tokens
+        self._load = StepLoad(size, 0, size, context_tokens)
+        self._light_load = StepLoad(light_size, 0, light_size, light_context_tokens)
+        self._guest_load = StepLoad(guest_size, 0, guest_size, guest_context_tokens)
+        if self._is_shared:
+            self._wide_s = max(self._settings.step_target_s, 2 * self._cost.predict_s(self._load))
 
     def run(self, reading: dict[Tenant, None]) -> Plan:
         is_reading = bool(reading)
         if self._planner.opens_s(self._now_s, is_reading=is_reading) <= self._now_s:
             self._take = self._planner._window.most()
         turns = [(self._turn_s(tenant), tenant.row, tenant) for tenant in reading | self._waiting()]
+        if not turns:
+            return self._plan
         heapq.heapify(turns)
+        self._find_loads()
+        # Nobody gets a slot but those that are free, and nobody goes on reading.
+        has_slots_only = not reading and not self._roster.idle and not self._roster.pressing
         while turns and self._budget > 0:
             turn_s, row, tenant = heapq.heappop(turns)
             request = self._reader(tenant) or self._newcomer(tenant)
@@ -151,9 +165,23 @@ class _Round:
             if is_new and not self._admit(tenant, request):
                 continue
             self._add(tenant, request, tokens)
+            if has_slots_only and self._slots <= self._kept:
+                if self._slots <= 0:
+                    break
+                has_slots_only = False
+                turns = [turn for turn in turns if self._is_light(turn[2])]
+                heapq.heapify(turns)
+            if tenant.pace is not None and self._is_spent(tenant, tokens):
+                continue
             charge_s = self._cost.prices.prefill_s * tokens
             heapq.heappush(turns, (turn_s + charge_s * tenant.inverse_weight, row, tenant))
         return self._plan
+
+    def _is_spent(self, tenant: Tenant, tokens: int) -> bool:
+        """Return whether what is read in this step, with these tokens, takes all credit of a tenant with a pace."""
+        assert tenant.pace is not None
+        self._paced[tenant] = self._paced.get(tenant, 0) + tokens
+        return self._paced[tenant] >= tenant.pace.level(self._now_s)
 
     def _waiting(self) -> dict[Tenant, None]:
         """Return the tenants of which a request might get a slot."""
@@ -207,10 +235,17 @@ class _Round:
         unread = request.unread
         limit_s = self._wide_s
         is_urgent = request.priority > 0
+        if tenant in self._roster.aside and not is_urgent:
+            return 0
         may_insist = is_urgent or not self._plan.prefill
         if self._light_load.requests and not is_urgent and not self._is_light(tenant):
             limit_s = min(limit_s, self._settings.protected_slowdown * self._cost.predict_s(self._light_load))
             may_insist &= self._is_impatient
+        elif self._guest_load.requests and not is_urgent and tenant.usage > self._flood_usage * tenant.weight:
+            limit_s = min(limit_s, self._settings.protected_slowdown * self._cost.predict_s(self._guest_load))
+            may_insist &= self._is_impatient
+        elif self._roster.aside and not self._roster.decoders and self._is_light(tenant):
+            limit_s = max(limit_s, self._settings.patience_s)
         least = min(unread, self._settings.min_chunk_tokens)
         if limit_s < math.inf:
             fits = self._cost.prefill_tokens_within(self._load, limit_s, request.computed)
@@ -232,7 +267,9 @@ class _Round:
 
     def _admit(self, tenant: Tenant, request: Request) -> bool:
         """Find a slot and KV blocks for a waiting request, and take it out of its queue."""
-        own = [other for other in self._plan.admit if other.tenant is tenant]
+        own: list[Request] = []
+        if tenant.slots is not None or tenant.kv_blocks is not None:
+            own = [other for other in self._plan.admit if other.tenant is tenant]
         if tenant.slots is not None and len(tenant.running) + len(own) >= tenant.slots:
             return False
         kept = 0 if request.priority > 0 or self._is_light(tenant) else self._kept

@@ -23,11 +23,13 @@ from seedance.engine.states import Key, Phase, Request, Tenant
 class Roster:
     """All tenants and requests.
 
-    `decoders` are the requests that take a token in every step, `decoding` their tenants; `protected` those running
+    `decoders` are the requests that take a token in every step, `decoding` their tenants; `aside` are
+    those who could decode and stand back; `protected` those running
     requests that must not be preempted, `idle` those that are paused, longest first. `counters.waiting` has the
     tenants of which a request may be admitted: not held, and somebody waits. `hold` collects, until it is emptied,
     which running requests are to be left out of the steps (True) or taken in again (False). `active` tenants have work,
-    of `active_weight` together; `pressing` waiting requests have a priority.
+    of `active_weight` together; `pressing` waiting requests have a priority. `admissible` requests wait, of tenants in
+    `counters.waiting`.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -36,6 +38,7 @@ class Roster:
         self.requests: dict[Key, Request] = {}
         self.decoders: dict[Key, Request] = {}
         self.decoding: dict[Tenant, None] = {}
+        self.aside: dict[Tenant, None] = {}
         self.prefilling: dict[Key, Request] = {}
         self.protected: dict[Key, Request] = {}
         self.idle: dict[Key, Request] = {}
@@ -43,6 +46,7 @@ class Roster:
         self.active = 0
         self.active_weight = 0.0
         self.pressing = 0
+        self.admissible = 0
         self.hold: dict[Key, bool] = {}
         self._ticket = 0
 
@@ -66,6 +70,7 @@ class Roster:
         tenant.queued += 1
         self.pressing += request.priority > 0
         if not tenant.is_held:
+            self.admissible += 1
             self.counters.enter(tenant)
 
     def put_back(self, request: Request) -> None:
@@ -152,6 +157,7 @@ class Roster:
             self.active -= 1
             self.active_weight -= tenant.weight
             tenant.queue.clear()
+            self.aside.pop(tenant, None)
         return request
 
     def pause(self, request: Request, now_s: float) -> None:
@@ -183,6 +189,7 @@ class Roster:
     def hold_tenant(self, tenant: Tenant) -> None:
         """Leave a tenant out of the steps."""
         tenant.is_held = True
+        self.admissible -= tenant.queued
         self.counters.leave(tenant, is_held=True)
         self.decoding.pop(tenant, None)
         for key, request in tenant.running.items():
@@ -192,14 +199,24 @@ class Roster:
     def release_tenant(self, tenant: Tenant) -> None:
         """Take a held tenant in again."""
         tenant.is_held = False
+        self.admissible += tenant.queued
         if tenant.queued:
             self.counters.enter(tenant)
-        if tenant.group.size:
-            self.decoding[tenant] = None
+        self._decode(tenant)
+
+    def stand_back(self, tenant: Tenant) -> None:
+        """Leave a tenant's decoding out of the steps."""
+        self.aside[tenant] = None
+        self.decoding.pop(tenant, None)
         for key, request in tenant.running.items():
-            if request.phase is Phase.DECODE and not request.is_paused:
-                self.decoders[key] = request
-            self._tell(request)
+            if self.decoders.pop(key, None) is not None:
+                self._tell(request)
+
+    def come_back(self, tenant: Tenant) -> None:
+        """Take in again the decoding of a tenant that has stood back."""
+        del self.aside[tenant]
+        if not tenant.is_held:
+            self._decode(tenant)
 
     def outstanding(self, requests: Iterable[Request]) -> int:
         """Return how many KV blocks are promised to running requests beyond those they have, the next token's too."""
@@ -222,8 +239,21 @@ class Roster:
         for tenant in self.tenants.values():
             yield from tenant.running.values()
 
+    def _decode(self, tenant: Tenant) -> None:
+        """Let a tenant's requests into the steps that may be in them."""
+        is_aside = tenant in self.aside
+        if tenant.group.size and not is_aside:
+            self.decoding[tenant] = None
+        for key, request in tenant.running.items():
+            if request.phase is Phase.DECODE and not request.is_paused and not is_aside:
+                self.decoders[key] = request
+            self._tell(request)
+
     def _tell(self, request: Request) -> None:
-        is_left_out = request.is_paused or request.tenant.is_held
+        tenant = request.tenant
+        is_left_out = request.is_paused or tenant.is_held
+        if tenant in self.aside and request.phase is Phase.DECODE:
+            is_left_out = True
         if request.phase is not Phase.WAITING and is_left_out != request.is_left_out:
             request.is_left_out = is_left_out
             self.hold[request.key] = is_left_out
@@ -233,13 +263,16 @@ class Roster:
         request.ticket = 0
         tenant.queued -= 1
         self.pressing -= request.priority > 0
+        self.admissible -= not tenant.is_held
         if not tenant.queued:
             self.counters.leave(tenant)
 
     def _join(self, request: Request) -> None:
         tenant = request.tenant
         tenant.group.join(request)
-        if not tenant.is_held:
+        if tenant in self.aside:
+            self._tell(request)
+        elif not tenant.is_held:
             self.decoders[request.key] = request
             self.decoding[tenant] = None
 

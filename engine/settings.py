@@ -54,7 +54,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `enforce_eager`, leaves the choice to the adapter. `model` is a local directory, or a hub's
     name; empty for the synthetic engine. `run_dir` holds the engine's own sockets and files, private to one host;
     `cache_dir` is for what it keeps between starts, empty for its default. `queue` bounds the requests of all tenants
-    that wait for their first token, 0 for no bound. `trace_bytes` of a trace of them are kept in `cache_dir`, 0 for
+    that wait for their first token, 0 for no bound. `step_target_s` is how long a step that reads prompts may take
+    while several tenants are there. `trace_bytes` of a trace of them are kept in `cache_dir`, 0 for
     none. `offline` forbids it to ask a hub. `gpu` is the part of a GPU that it may have. `python` is the interpreter of
     the engine's processes, empty for ours. `load` says where the engine of a model that is loaded later comes up.
     """
@@ -66,6 +67,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_model_len: int = 0
     max_streams: int = 256
     queue: int = 0
+    step_target_s: float = 0.03
     trace_bytes: int = 0
     kv_bytes: int = 0
     threads: int = 0

@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 
 from seedance.engine.cost import Prices, StepLoad
+from seedance.engine.engine_queue import EngineQueue
 from seedance.engine.scheduling import PolicySettings, Step, TenantLimits, TenantStatistics
 from seedance.engine.simulation_report import Durations, Report, TenantReport
 from seedance.engine.states import Key
@@ -120,8 +121,9 @@ class _Request:
 class Simulation:
     """One run of a trace through a policy.
 
-    Tenants that `tenants` does not know have no limits. `next_arrival(tenant, now_s)`, if given, is asked whenever a
-    request has ended and may return one that comes in its place: that makes a closed loop of clients.
+    Tenants that `tenants` does not know have no limits. `queue` bounds the requests of all tenants that wait for their
+    first token, 0 for no bound (see `engine.engine_queue`). `next_arrival(tenant, now_s)`, if given, is asked whenever
+    a request has ended and may return one that comes in its place: that makes a closed loop of clients.
     `slowdown(step number)` multiplies step times, 1.0 for none.
     """
 
@@ -132,6 +134,7 @@ class Simulation:
         prices: Prices,
         tenants: Mapping[str, SimulatedTenant] | None = None,
         *,
+        queue: int = 0,
         next_arrival: Callable[[str, float], Arrival | None] | None = None,
         slowdown: Callable[[int], float] | None = None,
     ) -> None:
@@ -142,6 +145,7 @@ class Simulation:
         self._tenants: dict[str, _Tenant] = {}
         self._names: list[str] = []
         self._known = tenants or {}
+        self._queue = EngineQueue(queue)
         self._next_arrival = next_arrival
         self._slowdown = slowdown
         self._keys = itertools.count(1)
@@ -197,7 +201,8 @@ class Simulation:
         tenant = self._tenant(arrival.tenant)
         now_s = max(arrival.at_s, self.now_s)
         tenant.arrived += 1
-        if tenant.queue is not None and tenant.waiting >= tenant.queue:
+        is_full = tenant.queue is not None and tenant.waiting >= tenant.queue
+        if is_full or not self._queue.may_join(arrival.tenant):
             tenant.refused += 1
             return
         limiter = tenant.limiter
@@ -223,6 +228,7 @@ class Simulation:
                 limiter.stream_ended()
             return
         tenant.waiting += 1
+        self._queue.joined(request.key, arrival.tenant)
         self._requests[request.key] = request
         if limiter is not None:
             limiter.charge(now_s, prompt_tokens=arrival.prompt_tokens)
@@ -306,6 +312,7 @@ class Simulation:
                 tenant.fresh += 1
             elif request.last_s != request.last_s:
                 tenant.first_token.add(now_s - request.submitted_s)
+                self._queue.left([key])
             else:
                 tenant.between_tokens.add(now_s - request.last_s)
             request.last_s = now_s
@@ -357,6 +364,7 @@ class Simulation:
         if request.key not in self._running:
             tenant.waiting -= 1
         self._release_blocks(request)
+        self._queue.left([request.key])
         del self._requests[request.key]
         if tenant.limiter is not None:
             tenant.limiter.stream_ended()

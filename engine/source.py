@@ -81,6 +81,7 @@ def vllm_settings(settings: EngineSettings) -> VllmSettings:
         kv_bytes=settings.kv_bytes,
         max_model_len=settings.max_model_len or None,
         max_num_seqs=settings.max_streams,
+        step_target_s=settings.step_target_s,
         threads=settings.threads,
         enforce_eager=settings.enforce_eager,
         dtype=settings.dtype,

@@ -71,6 +71,7 @@ class SyntheticEngine:
             kv_blocks=synthetic.kv_blocks,
             block_tokens=BLOCK_TOKENS,
             step_tokens=_STEP_TOKENS,
+            step_target_s=settings.step_target_s,
             window=WindowSettings(max_wait_s=0.0, max_take=settings.max_streams),
         )
         self._scheduler = TokenScheduler(policy, ledger, 0.0)

@@ -40,7 +40,7 @@ class TenantQueue:
     def head(self, now_s: float) -> Request | None:
         """Return the request whose turn is first; None when nobody waits."""
         first = self._by_order.first()
-        soon = self._by_urgency.first()
+        soon = self._by_urgency.first() if self._by_urgency else None
         if first is None or soon is None or not soon.is_near(now_s) or soon.priority < first.priority:
             return first
         return first if self._has_passed and first.queued_s < now_s - PATIENCE_S else soon
@@ -80,6 +80,9 @@ class _Heap:
         while entries and entries[0][1] != entries[0][2].ticket:
             heapq.heappop(entries)
         return entries[0][2] if entries else None
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def clear(self) -> None:
         self._entries.clear()

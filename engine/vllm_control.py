@@ -31,7 +31,8 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     is for what vLLM keeps between starts; empty means a folder in `run_dir`. `enforce_eager` compiles nothing: the
     start is quick, and a GPU slower; None does so on a CPU. `threads` counts OpenMP threads of the CPU build; 0 leaves
     one processor to the rest of the machine. `offline` forbids hub calls; a local model makes none anyway. `gpu` is the
-    part of a GPU that it may have. `plain_scheduler` is for comparisons: vLLM's own scheduler, which knows no tenants.
+    part of a GPU that it may have. `step_target_s` is the token scheduler's; `plain_scheduler` is for comparisons:
+    vLLM's own, which knows no tenants.
     """
 
     model: str
@@ -40,6 +41,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int = 0
     max_model_len: int | None = None
     max_num_seqs: int = 256
+    step_target_s: float = 0.03
     threads: int = 0
     enforce_eager: bool | None = None
     dtype: str = "auto"

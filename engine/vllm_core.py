@@ -73,7 +73,9 @@ def run_core(ledger_fd: int, control: socket.socket, launch: Launch) -> int:
     if not settings.plain_scheduler:
         version = str(importlib.import_module("vllm").__version__)
         ledger = Ledger(ledger_fd, launch.engine_row)
-        config.scheduler_config.scheduler_cls = scheduler_class(config.scheduler_config, ledger, version)
+        config.scheduler_config.scheduler_cls = scheduler_class(
+            config.scheduler_config, ledger, version, settings.step_target_s
+        )
         vllm_scheduler.let_sleep(core.EngineCoreProc)
     _extend(core, launch)
     core.EngineCoreProc.run_engine_core(
@@ -86,7 +88,7 @@ def run_core(ledger_fd: int, control: socket.socket, launch: Launch) -> int:
     return 0
 
 
-def scheduler_class(config: Any, ledger: Ledger, version: str) -> type:
+def scheduler_class(config: Any, ledger: Ledger, version: str, step_target_s: float) -> type:
     """Return our scheduler, over the one of vLLM's that the configuration resolved to."""
     if config.policy != "fcfs":
         raise EngineDead(f"vLLM's scheduling policy is '{config.policy}', and must be 'fcfs'")
@@ -97,7 +99,7 @@ def scheduler_class(config: Any, ledger: Ledger, version: str) -> type:
     if config.async_scheduling:
         base = importlib.import_module("vllm.v1.core.sched.async_scheduler").AsyncScheduler
     known = vllm_scheduler.Known(request.RequestStatus, engine.EngineCoreOutput, engine.EngineCoreOutputs)
-    return vllm_scheduler.scheduler_class(base, known, ledger)
+    return vllm_scheduler.scheduler_class(base, known, ledger, step_target_s)
 
 
 def _thread_died(args: threading.ExceptHookArgs) -> None:

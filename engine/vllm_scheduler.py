@@ -132,9 +132,10 @@ class Known(NamedTuple):
     outputs: Any
 
 
-def scheduler_class(base: type, known: Known, ledger: Ledger) -> type:
+def scheduler_class(base: type, known: Known, ledger: Ledger, step_target_s: float) -> type:
     """Return the class for an EngineCore, over vLLM's `Scheduler` or `AsyncScheduler`."""
-    return type(f"Token{base.__name__}", (TokenSteps, base), {"known": known, "ledger": ledger})
+    members = {"known": known, "ledger": ledger, "step_target_s": step_target_s}
+    return type(f"Token{base.__name__}", (TokenSteps, base), members)
 
 
 def let_sleep(core: Any) -> None:
@@ -164,6 +165,7 @@ class TokenSteps(_Scheduler):
 
     known: Known
     ledger: Ledger
+    step_target_s: float
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -173,6 +175,7 @@ class TokenSteps(_Scheduler):
             kv_blocks=pool.num_gpu_blocks - 1,  # one block is a placeholder that no request ever gets
             block_tokens=options["block_size"],
             step_tokens=self.max_num_scheduled_tokens,
+            step_target_s=self.step_target_s,
         )
         self._free_blocks_now = pool.get_num_free_blocks
         self._tokens = TokenScheduler(settings, self.ledger, time.monotonic())

@@ -166,6 +166,12 @@ class _Bucket:
         self._settle(now)
         self._credits -= tokens
 
+    def refund(self, now: float, tokens: int) -> None:
+        self._settle(now)
+        self._credits += tokens
+        if self._rate is not None:
+            self._credits = min(self._credits, float(self._rate))
+
     def set_rate(self, rate_per_s: int | None, now: float) -> None:
         self._settle(now)
         self._rate = rate_per_s
@@ -212,6 +218,10 @@ class _Window:
             self._opened = now
             self._used = 0
         self._used += tokens
+
+    def refund(self, now: float, charged_at: float, tokens: int) -> None:
+        if self._opened <= charged_at and now < self._closes():
+            self._used = max(0, self._used - tokens)
 
     def set_limit(self, limit: int | None) -> None:
         self._limit = limit
@@ -321,6 +331,13 @@ class TenantLimiter:
             self._minute.charge(now, tokens)
             self._day.charge(now, tokens)
         return self.remaining(now) != 0
+
+    def refund(self, now: float, charged_at: float, prompt_tokens: int) -> None:
+        """Give back the charge of a prompt that was refused elsewhere; one of a window that is over is gone."""
+        self._prompt_tokens -= prompt_tokens
+        self._bucket.refund(now, prompt_tokens)
+        self._minute.refund(now, charged_at, prompt_tokens)
+        self._day.refund(now, charged_at, prompt_tokens)
 
     def remaining(self, now: float) -> int | None:
         """Return how many tokens may still be used before `charge` says False; None for any number."""

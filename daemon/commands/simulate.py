@@ -31,18 +31,19 @@ def simulate(
     settings: PolicySettings,
     prices: Prices = UNMEASURED,
     until_s: float = float("inf"),
+    queue: int = 0,
 ) -> Report:
     """Return how the tenants of a trace would fare under these quotas.
 
-    Tenants without a quota have no limits. The trace begins at 0 s of virtual time. Raises ConfigError where the trace
-    does when it is read.
+    Tenants without a quota have no limits. `queue` bounds the requests of all that wait, 0 for no bound. The trace
+    begins at 0 s of virtual time. Raises ConfigError where the trace does when it is read.
     """
     known = {
         name: SimulatedTenant(limits=limits_of(quota), limiter=TenantLimiter(quota), queue=quota.requests.queue)
         for name, quota in quotas.items()
     }
     policy = Policy(settings, 0.0, CostModel(prices))
-    return Simulation(policy, settings, prices, known).run(arrivals, until_s)
+    return Simulation(policy, settings, prices, known, queue=queue).run(arrivals, until_s)
 
 
 @click.command("simulate", epilog=example("simulate tenants.d day.jsonl", "simulate /etc/seedance/tenants.d - --json"))
@@ -52,6 +53,16 @@ def simulate(
 @click.option("--kv-blocks", type=click.IntRange(1), default=65_536, show_default=True, help="Blocks of the KV cache.")
 @click.option("--block-tokens", type=click.IntRange(1, 1024), default=16, show_default=True, help="Tokens of a block.")
 @click.option("--step-tokens", type=click.IntRange(1), default=2048, show_default=True, help="Tokens of one step.")
+@click.option("--queue", type=click.IntRange(1), default=None, help="Bound of waiting requests; none without it.")
+@click.option(
+    "--step-target",
+    "step_target_s",
+    type=click.FloatRange(0, min_open=True),
+    default=0.03,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a step that reads prompts may take while several tenants are there.",
+)
 @click.option(
     "--prices",
     type=click.File("rb"),
@@ -61,7 +72,7 @@ def simulate(
 @click.option("--until", "until_s", type=click.FloatRange(0), default=None, metavar="SECONDS", help="When to stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 @click.pass_obj
-def command(
+def command(  # noqa: PLR0913 - one for each option
     context: Context,
     quotas: Path,
     trace: BinaryIO,
@@ -69,6 +80,8 @@ def command(
     kv_blocks: int,
     block_tokens: int,
     step_tokens: int,
+    queue: int | None,
+    step_target_s: float,
     prices: BinaryIO | None,
     until_s: float | None,
     as_json: bool,
@@ -83,13 +96,20 @@ def command(
     loaded = load_directory(tenants.read_files(quotas), _classes(context))
     if loaded.errors:
         raise loaded.errors[0]
-    settings = PolicySettings(slots=slots, kv_blocks=kv_blocks, block_tokens=block_tokens, step_tokens=step_tokens)
+    settings = PolicySettings(
+        slots=slots,
+        kv_blocks=kv_blocks,
+        block_tokens=block_tokens,
+        step_tokens=step_tokens,
+        step_target_s=step_target_s,
+    )
     report = simulate(
         loaded.quotas,
         traces.parse(trace, trace.name),
         settings,
         UNMEASURED if prices is None else _read_prices(prices.read(), prices.name),
         float("inf") if until_s is None else until_s,
+        queue or 0,
     )
     if as_json:
         print_json(report)

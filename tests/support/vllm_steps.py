@@ -56,7 +56,7 @@ def make_scheduler(is_async: bool, ledger: Ledger) -> Any:
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
     cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     init_none_hash(sha256)
-    return scheduler_class(config.scheduler_config, ledger, "of the test")(
+    return scheduler_class(config.scheduler_config, ledger, "of the test", 0.03)(
         vllm_config=config,
         kv_cache_config=cache,
         structured_output_manager=StructuredOutputManager(config),

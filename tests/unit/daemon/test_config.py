@@ -61,6 +61,7 @@ kv = "1GiB"
 max_model_len = 4096
 max_streams = 32
 queue = 512
+step_target = "20ms"
 trace = "1MiB"
 threads = 2
 enforce_eager = true
@@ -151,6 +152,7 @@ def test_full_file() -> None:
         max_model_len=4096,
         max_streams=32,
         queue=512,
+        step_target_s=0.02,
         trace_bytes=1 << 20,
         threads=2,
         enforce_eager=True,

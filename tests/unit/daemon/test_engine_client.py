@@ -268,6 +268,18 @@ def test_who_the_host_refuses_is_told_when_to_come_back() -> None:
     assert (sink.end.status, sink.end.retry_after_s) == (503, 2.5)
 
 
+def test_a_prompt_that_the_host_refuses_costs_nothing() -> None:
+    scene = Scene()
+    (stream, _), (begun, _) = scene.stream(), scene.stream()
+    for each in (stream, begun):
+        scene.limiter.charge(each.charged_at, prompt_tokens=40)
+        each.charged_tokens = 40
+    scene.say(Refused(stream.number, "overloaded", "cannot take this request", 2.5))
+    assert scene.limiter.statistics().prompt_tokens == 40
+    scene.say(Batch([Delta(begun.number, [97])]), Refused(begun.number, "context_too_long", "cannot go on"))
+    assert scene.limiter.statistics().prompt_tokens == 40
+
+
 def test_a_refusal_and_an_engines_error_fail_one_stream() -> None:
     scene = Scene()
     (refused, refused_sink), (broken, broken_sink), (_, whole_sink) = [scene.stream() for _ in range(3)]

@@ -316,6 +316,16 @@ def test_a_full_queue_refuses() -> None:
     assert (report.tenants["a"].refused, report.tenants["a"].finished) == (6, 4)
 
 
+def test_a_full_queue_of_all_tenants_leaves_each_its_part() -> None:
+    setting = settings(slots=2)
+    trace = [
+        Arrival(at_s=0.0, tenant=tenant, prompt_tokens=10, output_tokens=10) for tenant in ("flood",) * 20 + ("b",) * 6
+    ]
+    report = Simulation(Policy(setting, 0.0), setting, PRICES, queue=8).run(trace)
+    assert (report.tenants["flood"].finished, report.tenants["flood"].refused) == (8, 12)
+    assert (report.tenants["b"].finished, report.tenants["b"].refused) == (2, 4)
+
+
 def test_thousands_of_tenants() -> None:
     trace = [
         Arrival(at_s=0.01 * i, tenant=f"t{i * 7919 % 3000}", prompt_tokens=50, output_tokens=10) for i in range(3000)

@@ -244,6 +244,23 @@ def test_the_limit_that_stands_longest_is_told() -> None:
     assert refused(limiter, NOW).limit == "tokens.per_day"
 
 
+def test_a_refund_undoes_a_charge_while_its_windows_are_open() -> None:
+    limiter = TenantLimiter(make_quota(per_second=100, per_minute=150, per_day=1000))
+    limiter.charge(NOW, prompt_tokens=120)
+    assert limiter.admit(NOW) is not None
+    limiter.refund(NOW, NOW, 120)
+    assert limiter.admit(NOW) is None
+    assert limiter.remaining(NOW) == 150
+    assert limiter.statistics().prompt_tokens == 0
+    limiter.charge(NOW, prompt_tokens=120)
+    limiter.charge(NOW + 60, prompt_tokens=50)
+    limiter.refund(NOW + 61, NOW, 120)
+    assert limiter.remaining(NOW + 61) == 100  # the minute of the charge is over
+    limiter.refund(NOW + 62, NOW + 60, 1000)
+    assert limiter.remaining(NOW + 62) == 150
+    assert not limiter.charge(NOW + 62, 150)
+
+
 def test_statistics() -> None:
     limiter = TenantLimiter(make_quota(streams=1))
     limiter.admit(NOW)

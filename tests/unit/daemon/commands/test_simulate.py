@@ -42,6 +42,12 @@ def test_quotas_of_every_kind_take_effect() -> None:
     assert report.tenants["free"].finished >= 95
 
 
+def test_a_bounded_queue_refuses() -> None:
+    trace = [Arrival(at_s=0.0, tenant="acme", prompt_tokens=100, output_tokens=50) for _ in range(40)]
+    report = simulate({}, trace, SETTINGS, queue=30)
+    assert (report.tenants["acme"].finished, report.tenants["acme"].refused) == (30, 10)
+
+
 def test_a_report_is_a_table() -> None:
     report = simulate({}, requests("acme", 0.5, 5.0), SETTINGS)
     out = io.StringIO()
