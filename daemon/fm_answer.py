@@ -64,7 +64,10 @@ class Session(Protocol):
     """What a stream needs of its session."""
 
     number: int
-    protocol: ServerSession
+
+    @property
+    def protocol(self) -> ServerSession:
+        """Its protocol's part."""
 
     def touch(self) -> None:
         """Have what there is to send sent soon."""

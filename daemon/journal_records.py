@@ -229,7 +229,8 @@ class Replay:
 
     def _step(self, body: bytes) -> None:
         (count,) = _COUNT.unpack_from(body)
-        at, columns = _COUNT.size, []
+        at = _COUNT.size
+        columns: list[array.array[int]] = []
         for kind, size in (("Q", 8), ("Q", 8), ("I", 4), ("I", 4), ("I", 4)):
             columns.append(array.array(kind, body[at : at + size * count]))
             at += size * count

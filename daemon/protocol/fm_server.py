@@ -326,11 +326,6 @@ class ServerSession(Session):
         self._sender.acked_elsewhere(seq + 1 - self._sender.next_seq, credit)
         self._saved = self._sender.next_seq, self._saved[1]
 
-    @property
-    def next_seq(self) -> int:
-        """Return the number of the next frame, as far as it is known here."""
-        return self._sender.next_seq
-
     # What the client sent.
 
     def _hello_arrived(self, hello: Hello, now: float) -> None:
