@@ -100,7 +100,8 @@ class Replay:
 
     def _step(self, body: bytes) -> None:
         (count,) = COUNT.unpack_from(body)
-        at, columns = COUNT.size, []
+        at = COUNT.size
+        columns: list[array.array[int]] = []
         for kind, size in (("Q", 8), ("Q", 8), ("I", 4), ("I", 4), ("I", 4)):
             columns.append(array.array(kind, body[at : at + size * count]))
             at += size * count

@@ -21,7 +21,14 @@ from seedance.daemon.protocol.fm_messages import (
 )
 from seedance.daemon.protocol.fm_receiver import Receiver
 from seedance.daemon.protocol.fm_sender import Backpressure, Sender
-from seedance.daemon.protocol.fm_session import UNNUMBERED_FROM_BOTH, Options, PeerGone, Session, Welcomed
+from seedance.daemon.protocol.fm_session import (
+    UNNUMBERED_FROM_BOTH,
+    WIDE_WINDOW,
+    Options,
+    PeerGone,
+    Session,
+    Welcomed,
+)
 from seedance.daemon.protocol.fm_states import FINAL_CODES, State, Trigger
 from seedance.daemon.protocol.fm_timing import NEVER, Heartbeat
 from seedance.daemon.protocol.frame import CloseCode
@@ -139,7 +146,8 @@ class ClientSession(Session):
             self._fail("protocol_error", "cannot go on where the server does")
             return
         self._welcome = welcome
-        self._receiver.tokens_ack_delay_s = welcome.ack_delay_ms / 1000
+        if self._window >= WIDE_WINDOW:
+            self._receiver.tokens_ack_delay_s = welcome.ack_delay_ms / 1000
         self._heartbeat = Heartbeat(now)
         if self._hello_wait_s == _HELLO_AGAIN_S:  # asked once: the answer is to that
             self._round_trip.measured(now - self._hello_at_s)

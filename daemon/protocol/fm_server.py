@@ -34,6 +34,7 @@ from seedance.daemon.protocol.fm_messages import (
     decode_payload,
     encode_payload,
 )
+from seedance.daemon.protocol.fm_receiver import ACK_BYTES
 from seedance.daemon.protocol.fm_sender import Backpressure
 from seedance.daemon.protocol.fm_session import TEXT_CHARACTERS, UNNUMBERED_FROM_BOTH, Failed, Options, Session
 from seedance.daemon.protocol.fm_states import State, Trigger
@@ -44,7 +45,10 @@ MAX_STREAMS: Final = 256
 """Streams at once in one session, whatever the tenant's own limit."""
 
 LOSSLESS_ACK_DELAY_MS: Final = 1000
-"""So long a client may wait with the ACK of TOKENS on a link that loses nothing: they come by count, then."""
+"""So long a client may wait with the ACK of TOKENS on a link that loses nothing: they come by count, then.
+
+Not where the session's bound is small.
+"""
 
 
 class HelloReceived(msgspec.Struct, frozen=True):
@@ -250,9 +254,14 @@ class ServerSession(Session):
                 window=self._window,
                 encoding=self._encoding,
                 max_payload_bytes=self._payload_bytes,
-                ack_delay_ms=LOSSLESS_ACK_DELAY_MS if self.options.lossless else ACK_DELAY_MS,
+                ack_delay_ms=self._ack_delay_ms(),
             )
         )
+
+    def _ack_delay_ms(self) -> int:
+        # With a small bound, what is not ACKed yet may be what streams wait for that were paused.
+        is_wide = self.options.bound_bytes >= 16 * ACK_BYTES
+        return LOSSLESS_ACK_DELAY_MS if self.options.lossless and is_wide else ACK_DELAY_MS
 
     # What the owner sends.
 
@@ -325,11 +334,6 @@ class ServerSession(Session):
         self._heartbeat.heard()
         self._sender.acked_elsewhere(seq + 1 - self._sender.next_seq, credit)
         self._saved = self._sender.next_seq, self._saved[1]
-
-    @property
-    def next_seq(self) -> int:
-        """Return the number of the next frame, as far as it is known here."""
-        return self._sender.next_seq
 
     # What the client sent.
 

@@ -28,7 +28,7 @@ from seedance.daemon.protocol.fm_messages import (
     decode_payload,
     encode_payload,
 )
-from seedance.daemon.protocol.fm_receiver import ACK_DELAY_S, DEFAULT_RING_BYTES, Placed, Receiver
+from seedance.daemon.protocol.fm_receiver import ACK_DELAY_S, ACK_FRAMES, DEFAULT_RING_BYTES, Placed, Receiver
 from seedance.daemon.protocol.fm_sender import DEFAULT_BOUND_BYTES, Backpressure, Sender
 from seedance.daemon.protocol.fm_states import State, Trigger, next_state
 from seedance.daemon.protocol.fm_timing import HEARTBEAT_S, NEVER, Heartbeat, RoundTrip
@@ -36,6 +36,8 @@ from seedance.daemon.protocol.frame import CloseCode
 from seedance.errors import LocalProtocolError, RemoteProtocolError
 
 _MAX_BACKOFF: Final = 64
+WIDE_WINDOW: Final = 2 * ACK_FRAMES
+"""In a smaller one the peer may be waiting for an ACK before there are enough frames for one."""
 TEXT_CHARACTERS: Final = 512
 
 
@@ -219,6 +221,8 @@ class Session:
         if not 0 <= frames <= RING_FRAMES:
             raise LocalProtocolError(f"cannot set a window of {frames} frames; it may be 0 to {RING_FRAMES}")
         self._window = frames
+        if frames < WIDE_WINDOW:
+            self._receiver.tokens_ack_delay_s = ACK_DELAY_S
         self._receiver.ack_due_s = now
 
     def close(self) -> None:
