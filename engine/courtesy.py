@@ -1,8 +1,8 @@
 """Who stands back: tenants over their fair part of the engine, while a guest is served.
 
 A light user's tokens come out of steps that it shares with a flood, and each of those takes as long as everybody's part
-in it. A *guest* is a tenant that uses less than `guest_fraction` of its fair part, and not for want of slots; a flood is
-one that uses more than `flood_fraction` of its own. While a guest is in the steps:
+in it. A *guest* is a tenant that uses less than `guest_fraction` of its fair part, and not for want of slots; a *flood*
+is one that uses more than `flood_fraction` of its own. While a guest is in the steps:
 
 * In a step that reads its prompt, no flood reads or decodes: the first token takes what it takes alone.
 * In a step that only decodes for it, they do as long as that step takes no more than `protected_slowdown` times what it
@@ -16,6 +16,7 @@ engine that guests use, and no more: who is in most steps is no guest for long.
 from __future__ import annotations
 
 import math
+
 from seedance.engine.cost import CostModel, StepLoad
 from seedance.engine.fairness import Usage
 from seedance.engine.roster import Roster

@@ -72,7 +72,7 @@ def simulate(
 @click.option("--until", "until_s", type=click.FloatRange(0), default=None, metavar="SECONDS", help="When to stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 @click.pass_obj
-def command(  # noqa: PLR0913 - one for each option
+def command(  # noqa: PLR0913, PLR0917 - one for each option
     context: Context,
     quotas: Path,
     trace: BinaryIO,
