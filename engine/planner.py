@@ -166,10 +166,8 @@ class _Round:
                 continue
             self._add(tenant, request, tokens)
             if has_slots_only and self._slots <= self._kept:
-                if self._slots <= 0:
-                    break
                 has_slots_only = False
-                turns = [turn for turn in turns if self._is_light(turn[2])]
+                turns = [turn for turn in turns if self._slots > 0 and self._is_light(turn[2])]
                 heapq.heapify(turns)
             if tenant.pace is not None and self._is_spent(tenant, tokens):
                 continue
