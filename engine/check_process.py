@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
 from seedance.engine import model_check
@@ -18,27 +18,29 @@ _LINE_BYTES: Final = 64 << 20  # a manifest may be long
 
 async def check_model(request: Request, progress: Callable[[Read], None]) -> ModelFiles:
     """Return what a directory holds. Raises EngineError with the reason why its model must not be served."""
-    async for line in _lines(request):
-        if isinstance(line, Read):
-            progress(line)
-        elif isinstance(line, Passed):
-            return line.files
-        elif isinstance(line, Refused):
-            raise EngineError("invalid_request", line.reason)
+    async with contextlib.aclosing(_lines(request)) as lines:
+        async for line in lines:
+            if isinstance(line, Read):
+                progress(line)
+            elif isinstance(line, Passed):
+                return line.files
+            elif isinstance(line, Refused):
+                raise EngineError("invalid_request", line.reason)
     raise AssertionError("a check ends with a result or an error")
 
 
 async def tokens_of(tokenizer_dir: str) -> str:
     """Return what a model's token ids mean. Raises EngineError when its tokenizer cannot be read."""
-    async for line in _lines(Request(path=tokenizer_dir, tokens_only=True)):
-        if isinstance(line, Tokens):
-            return line.digest
-        if isinstance(line, Refused):
-            raise EngineError("invalid_request", line.reason)
+    async with contextlib.aclosing(_lines(Request(path=tokenizer_dir, tokens_only=True))) as lines:
+        async for line in lines:
+            if isinstance(line, Tokens):
+                return line.digest
+            if isinstance(line, Refused):
+                raise EngineError("invalid_request", line.reason)
     raise AssertionError("a check ends with a result or an error")
 
 
-async def _lines(request: Request) -> AsyncIterator[Line]:
+async def _lines(request: Request) -> AsyncGenerator[Line, None]:
     """Yield what the check says; it is ended when nobody listens any more."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -57,4 +59,5 @@ async def _lines(request: Request) -> AsyncIterator[Line]:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
+        # To the end of its pipe: what is left open would outlive the loop.
+        await process.communicate()
