@@ -38,7 +38,8 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 async def _grown(stream: FmStream, size: int) -> None:
-    await stream.wait(lambda stream: len(stream.data) >= size)
+    """Wait for so much text, or for all of it: what did not have to stand still may be over by now."""
+    await stream.wait(lambda stream: len(stream.data) >= size or stream.last is not None)
 
 
 class Load:

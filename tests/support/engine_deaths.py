@@ -169,11 +169,13 @@ class EngineDeaths:
         await streams.wait_tokens(TOKENS // 8)
         with self._broken_interpreter():
             os.kill(os.getsid(cores(self.host)[0]), signal.SIGKILL)
-            counts = {stream: len(worker.token_ids[stream]) for stream in range(STREAMS)}
+            counts: dict[int, int] = {}
 
             def went_on() -> bool:
-                notes = [state.note for state in worker.states]
-                return ON_CPU in notes and all(len(worker.token_ids[stream]) > counts[stream] for stream in counts)
+                # What the dead engine has sent comes before the note.
+                if ON_CPU in [state.note for state in worker.states] and not counts:
+                    counts.update({stream: len(worker.token_ids[stream]) for stream in range(STREAMS)})
+                return bool(counts) and all(len(worker.token_ids[stream]) > counts[stream] for stream in counts)
 
             await streams.watch(went_on)
         await wait_until(lambda: worker.states[-1].note == CONTINUED)
