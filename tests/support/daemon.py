@@ -178,9 +178,9 @@ class Daemon:
     def client(self, tenant: str) -> Client:
         return Client(self.address, self.keys[tenant])
 
-    def text(self, tenant: str, tokens: int = 5) -> str:
+    def text(self, tenant: str, tokens: int = 5, content: str = "Hello") -> str:
         """Return what a short chat of this tenant gives."""
-        messages = [{"role": "user", "content": "Hello"}]
+        messages = [{"role": "user", "content": content}]
         return "".join(self.client(tenant).chat(messages, model="synthetic", max_tokens=tokens, seed=1))
 
     def descriptors(self) -> dict[str, int]:
