@@ -56,8 +56,8 @@ def _running(namespace: Namespace, tmp_path: Path, policy: str, limits: str) -> 
         finally:
             daemon.close()
             wait_until(lambda: not daemon.processes())
-            with namespace:
-                _ctl(daemon, "limits", "remove")
+            with namespace:  # a killed process gives its files back, the lock too, after its memory
+                wait_until(lambda: _ctl(daemon, "limits", "remove")[0] == 0, 5)
         assert not (folder / NAME).exists()
 
 
