@@ -35,10 +35,7 @@ from bench.exactly_once import Expected, NotOnce
 from bench.processes import end_in_order
 from bench.report import say
 
-FRAMES_ALONE: Final = "frames"
-ALL_DOORS: Final = ("acme", "globex")
-WORKERS_KILLED: Final = (FRAMES_ALONE,)
-"""The tenants whose workers are killed: only sessions of `/v2/stream` outlive that."""
+TENANTS: Final = ("acme", "globex")
 PATH: Final = "/v1/completions"
 LIFE_S: Final = (1.0, 5.0)
 DEATH_EVERY_S: Final = (1.5, 5.0)
@@ -124,10 +121,9 @@ class Soak:
             watching = [helpers.create_task(self._kill()), helpers.create_task(self._watch())]
             async with asyncio.TaskGroup() as group:
                 for number in range(clients):
-                    for tenant in ALL_DOORS:
+                    for tenant in TENANTS:
                         for door, talk in doors.items():
                             group.create_task(self._talk(talk, door, tenant, number))
-                    group.create_task(self._talk(self._frames, "fm", FRAMES_ALONE, number))
             for task in watching:
                 task.cancel()
 
@@ -136,7 +132,7 @@ class Soak:
     async def _kill(self) -> None:
         choose = random.Random(f"{self._seed} deaths")
         pids: dict[str, Callable[[], int]] = {
-            "worker": lambda: self._daemon.tenant(choose.choice(WORKERS_KILLED)).worker_pid,
+            "worker": lambda: self._daemon.tenant(choose.choice(TENANTS)).worker_pid,
             "gateway": lambda: self._daemon.child("gateway").pid,
             "host": lambda: self._daemon.child("engine host").pid,
             "zygote": lambda: self._daemon.child("zygote").pid,
@@ -281,7 +277,7 @@ def soak(
     """Run it; returns the result, as `README.md` explains it. After a failure the daemon's log is at `log`."""
     result: dict[str, Any] = {"soak_s": 0.0, "seed": seed, "failure": ""}
     with running(folder / "d", tables=TABLES) as daemon:
-        for tenant in (*ALL_DOORS, FRAMES_ALONE):
+        for tenant in TENANTS:
             daemon.add_tenant(tenant, limits)
         daemon.reload()
         began_s = time.monotonic()

@@ -86,7 +86,7 @@ class Load:
         self._key = daemon.keys[TENANT]
 
     @contextlib.asynccontextmanager
-    async def running(self, *, others: bool) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[None]:
         """Begin all; they must be over at the end."""
         async with asyncio.timeout(LIMIT_S), contextlib.AsyncExitStack() as stack:
             for number in range(SESSIONS):
@@ -96,7 +96,7 @@ class Load:
             async with asyncio.TaskGroup() as group:
                 for place in range(SESSIONS * STREAMS):
                     group.create_task(self._frames(place, self.clients[place % SESSIONS]))
-                for place in range(OTHERS if others else 0):
+                for place in range(OTHERS):
                     group.create_task(self._messages(100 + place, messages))
                     group.create_task(self._events(200 + place))
                 await self.wait_more(20)
@@ -177,14 +177,11 @@ DAEMON_DEATHS: Final[dict[str, Callable[[Daemon], Coroutine[Any, Any, None]]]] =
     "supervisor": _kill_supervisor,
     "restart": _restart,
 }
-KEEP_ALL: Final = ("gateway", "host")
-"""The deaths that streams of the other doors outlive, too."""
-
 
 async def death(daemon: Daemon, name: str, tokens: int) -> Sample:
     """Have something die under all streams."""
     load = Load(daemon, tokens)
-    async with load.running(others=name in KEEP_ALL):
+    async with load.running():
         dying = asyncio.create_task(DAEMON_DEATHS[name](daemon))
         stall = await watch(lambda: [one.size() for one in load.streams], load.is_over, LIMIT_S)
         await dying
