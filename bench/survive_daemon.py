@@ -178,6 +178,7 @@ DAEMON_DEATHS: Final[dict[str, Callable[[Daemon], Coroutine[Any, Any, None]]]] =
     "restart": _restart,
 }
 
+
 async def death(daemon: Daemon, name: str, tokens: int) -> Sample:
     """Have something die under all streams."""
     load = Load(daemon, tokens)
