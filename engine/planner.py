@@ -4,8 +4,7 @@ All who decode take their token in every step, so a step is decided by what is r
 virtual counters, request by request, until the step is full:
 
 * A step takes no longer than `step_target_s`, or twice what its decoding takes alone: so no prompt stops decoding. A
-  tenant that is alone, and has been for a while, has no such cap. A light one for which all who decode stand back (see
-  `courtesy`) has `patience_s`.
+  tenant that is alone, and has been for a while, has no such cap.
 * A tenant that uses less than half of its fair part of the engine is *light*. Others read in a step with its tokens in
   it only as long as the step takes no more than `protected_slowdown` times what the light ones' part takes alone: a
   light user hardly notices a flood. That cannot last, as one that is in most steps is not light for long.
@@ -107,12 +106,9 @@ class _Round:
         self._is_impatient = is_impatient
         self._plan = Plan()
         roster = self._roster
-        self._load = self._light_load = self._guest_load = StepLoad()
+        self._load = self._light_load = StepLoad()
         self._budget = self._settings.step_tokens - len(roster.decoders)
         # A tenant is light when its usage is below this times its weight.
-        part = planner._usage.usage(1.0) / max(roster.active_weight, 1e-9)
-        self._guest_usage = self._settings.guest_fraction * part
-        self._flood_usage = self._settings.flood_fraction * part
         self._light_usage = planner._usage.usage(self._settings.light_fraction) / max(roster.active_weight, 1e-9)
         self._wide_s = math.inf
         self._take = -1
@@ -121,9 +117,9 @@ class _Round:
         self._readers: dict[Tenant, Iterator[Request]] = {}
 
     def _find_loads(self) -> None:
-        """Sum up what all who decode, the light ones among them, and guests (see `courtesy`) put into the step."""
-        size = context_tokens = light_size = light_context_tokens = guest_size = guest_context_tokens = 0
-        light_usage, guest_usage = (self._light_usage, self._guest_usage) if self._is_shared else (0.0, 0.0)
+        """Sum up what all who decode, and the light ones among them, put into the step."""
+        size = context_tokens = light_size = light_context_tokens = 0
+        light_usage = self._light_usage if self._is_shared else 0.0
         for tenant in self._roster.decoding:
             group = tenant.group
             size += group.size
@@ -131,12 +127,8 @@ class _Round:
             if tenant.usage < light_usage * tenant.weight:
                 light_size += group.size
                 light_context_tokens += group.context_tokens
-            if not tenant.queued and tenant.usage < guest_usage * tenant.weight:
-                guest_size += group.size
-                guest_context_tokens += group.context_tokens
         self._load = StepLoad(size, 0, size, context_tokens)
         self._light_load = StepLoad(light_size, 0, light_size, light_context_tokens)
-        self._guest_load = StepLoad(guest_size, 0, guest_size, guest_context_tokens)
         if self._is_shared:
             self._wide_s = max(self._settings.step_target_s, 2 * self._cost.predict_s(self._load))
 
@@ -233,17 +225,10 @@ class _Round:
         unread = request.unread
         limit_s = self._wide_s
         is_urgent = request.priority > 0
-        if tenant in self._roster.aside and not is_urgent:
-            return 0
         may_insist = is_urgent or not self._plan.prefill
         if self._light_load.requests and not is_urgent and not self._is_light(tenant):
             limit_s = min(limit_s, self._settings.protected_slowdown * self._cost.predict_s(self._light_load))
             may_insist &= self._is_impatient
-        elif self._guest_load.requests and not is_urgent and tenant.usage > self._flood_usage * tenant.weight:
-            limit_s = min(limit_s, self._settings.protected_slowdown * self._cost.predict_s(self._guest_load))
-            may_insist &= self._is_impatient
-        elif self._roster.aside and not self._roster.decoders and self._is_light(tenant):
-            limit_s = max(limit_s, self._settings.patience_s)
         least = min(unread, self._settings.min_chunk_tokens)
         if limit_s < math.inf:
             fits = self._cost.prefill_tokens_within(self._load, limit_s, request.computed)

@@ -35,7 +35,6 @@ from seedance.engine.accounting import Accounts
 from seedance.engine.admission import AdmissionWindow
 from seedance.engine.bucket import Bucket
 from seedance.engine.cost import CostModel
-from seedance.engine.courtesy import Courtesy
 from seedance.engine.fairness import Usage
 from seedance.engine.planner import Planner
 from seedance.engine.preemption import keep_kv_limits, make_room, preempt
@@ -61,7 +60,6 @@ class Policy:
         self._usage = Usage(settings.usage_window_s, now_s)
         self._window = AdmissionWindow(settings.window, now_s)
         self._accounts = Accounts(self._roster, self.cost, self._usage, now_s)
-        self._courtesy = Courtesy(settings, self._roster, self.cost, self._usage)
         self._planner = Planner(settings, self._roster, self.cost, self._usage, self._window)
         self._releases: list[tuple[float, int, Tenant]] = []
         self._exhausted: dict[Tenant, None] = {}
@@ -197,11 +195,9 @@ class Policy:
         if self._kv_limited:
             kv_free_blocks += keep_kv_limits(roster, self._kv_limited, step, now_s)
         is_shared = self._is_shared(now_s)
-        self._courtesy.decide(now_s, slots_free + len(step.preempt), is_shared=is_shared)
         kv_free_blocks = make_room(roster, step, kv_free_blocks, now_s)
         slots_free += len(step.preempt)
         plan = self._planner.plan(now_s, kv_free_blocks, slots_free, is_shared=is_shared)
-        self._courtesy.planned(now_s, is_empty=not plan.prefill)
         for victim, payer in plan.preempt.items():
             preempt(roster, victim, step, payer)
         self._newcomers = {request.key: request for request in plan.admit}
@@ -243,7 +239,7 @@ class Policy:
     def wake_at(self, now_s: float) -> float | None:
         """Return when a step can do something; `now_s` means at once, None not before something happens."""
         roster = self._roster
-        if roster.decoders or roster.aside or any(not request.is_left_out for request in roster.prefilling.values()):
+        if roster.decoders or any(not request.is_left_out for request in roster.prefilling.values()):
             return now_s
         due_s = math.inf
         if any(self._is_over(tenant) for tenant in self._exhausted):

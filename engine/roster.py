@@ -23,8 +23,7 @@ from seedance.engine.states import Key, Phase, Request, Tenant
 class Roster:
     """All tenants and requests.
 
-    `decoders` are the requests that take a token in every step, `decoding` their tenants; `aside` are
-    those who could decode and stand back; `protected` those running
+    `decoders` are the requests that take a token in every step, `decoding` their tenants; `protected` those running
     requests that must not be preempted, `idle` those that are paused, longest first. `counters.waiting` has the
     tenants of which a request may be admitted: not held, and somebody waits. `hold` collects, until it is emptied,
     which running requests are to be left out of the steps (True) or taken in again (False). `active` tenants have work,
@@ -38,7 +37,6 @@ class Roster:
         self.requests: dict[Key, Request] = {}
         self.decoders: dict[Key, Request] = {}
         self.decoding: dict[Tenant, None] = {}
-        self.aside: dict[Tenant, None] = {}
         self.prefilling: dict[Key, Request] = {}
         self.protected: dict[Key, Request] = {}
         self.idle: dict[Key, Request] = {}
@@ -157,7 +155,6 @@ class Roster:
             self.active -= 1
             self.active_weight -= tenant.weight
             tenant.queue.clear()
-            self.aside.pop(tenant, None)
         return request
 
     def pause(self, request: Request, now_s: float) -> None:
@@ -202,21 +199,12 @@ class Roster:
         self.admissible += tenant.queued
         if tenant.queued:
             self.counters.enter(tenant)
-        self._decode(tenant)
-
-    def stand_back(self, tenant: Tenant) -> None:
-        """Leave a tenant's decoding out of the steps."""
-        self.aside[tenant] = None
-        self.decoding.pop(tenant, None)
+        if tenant.group.size:
+            self.decoding[tenant] = None
         for key, request in tenant.running.items():
-            if self.decoders.pop(key, None) is not None:
-                self._tell(request)
-
-    def come_back(self, tenant: Tenant) -> None:
-        """Take in again the decoding of a tenant that has stood back."""
-        del self.aside[tenant]
-        if not tenant.is_held:
-            self._decode(tenant)
+            if request.phase is Phase.DECODE and not request.is_paused:
+                self.decoders[key] = request
+            self._tell(request)
 
     def outstanding(self, requests: Iterable[Request]) -> int:
         """Return how many KV blocks are promised to running requests beyond those they have, the next token's too."""
@@ -239,21 +227,8 @@ class Roster:
         for tenant in self.tenants.values():
             yield from tenant.running.values()
 
-    def _decode(self, tenant: Tenant) -> None:
-        """Let a tenant's requests into the steps that may be in them."""
-        is_aside = tenant in self.aside
-        if tenant.group.size and not is_aside:
-            self.decoding[tenant] = None
-        for key, request in tenant.running.items():
-            if request.phase is Phase.DECODE and not request.is_paused and not is_aside:
-                self.decoders[key] = request
-            self._tell(request)
-
     def _tell(self, request: Request) -> None:
-        tenant = request.tenant
-        is_left_out = request.is_paused or tenant.is_held
-        if tenant in self.aside and request.phase is Phase.DECODE:
-            is_left_out = True
+        is_left_out = request.is_paused or request.tenant.is_held
         if request.phase is not Phase.WAITING and is_left_out != request.is_left_out:
             request.is_left_out = is_left_out
             self.hold[request.key] = is_left_out
@@ -270,9 +245,7 @@ class Roster:
     def _join(self, request: Request) -> None:
         tenant = request.tenant
         tenant.group.join(request)
-        if tenant in self.aside:
-            self._tell(request)
-        elif not tenant.is_held:
+        if not tenant.is_held:
             self.decoders[request.key] = request
             self.decoding[tenant] = None
 

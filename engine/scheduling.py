@@ -18,12 +18,11 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     A hard share saves up `burst_s` x share of engine time, and a token rate `burst_s` of tokens; debt is bounded by
     what `max_hold_s` pays back. `shared_for_s` is how long a tenant that has left still counts as being there;
-    `usage_window_s` is the memory for what tenants use. `light_fraction`, `guest_fraction` and `flood_fraction` are of
-    a tenant's fair part. `reserved_slots` are kept for light tenants while there is more than one tenant; None is one
-    of 32. Advances are in seconds of engine time: `urgent_advance_s` goes with a priority, `deadline_advance_s` with a
-    deadline that is near, `max_advance_s` with a far client or a short request.
-    `priority_s` is how much earlier, for each step of its priority, a request counts as submitted among its own
-    tenant's.
+    `usage_window_s` is the memory for what tenants use. `light_fraction` is of a tenant's fair part. `reserved_slots`
+    are kept for light tenants while there is more than one tenant; None is one of 32. Advances are in seconds of engine
+    time: `urgent_advance_s` goes with a priority, `deadline_advance_s` with a deadline that is near, `max_advance_s`
+    with a far client or a short request. `priority_s` is how much earlier, for each step of its priority, a request
+    counts as submitted among its own tenant's.
     """
 
     slots: int
@@ -35,8 +34,6 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     step_target_s: float = 0.03
     protected_slowdown: float = 1.15
     light_fraction: float = 0.5
-    guest_fraction: float = 0.75
-    flood_fraction: float = 1.25
     patience_s: float = 0.25
     usage_window_s: float = 2.0
     shared_for_s: float = 10.0
