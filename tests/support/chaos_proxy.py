@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 
 _CHUNK_BYTES = 4096
@@ -40,7 +41,9 @@ class ChaosProxy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
-            await self._join(reader, writer)
+            # `__aexit__` cancels this, and asyncio would report it: nobody else awaits it.
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._join(reader, writer)
         finally:
             writer.transport.abort()
 
