@@ -403,6 +403,8 @@ class EngineClient:
         if sends is not None:
             tokens = len(sends.fds)
             self._send_past_sinks(sends)
+        if not len(numbers):
+            return tokens, ()
         taken, numbers, token_ids = self.fm_columns.take(numbers, token_ids)
         return tokens + taken, zip(numbers.tolist(), token_ids.tolist(), strict=True)
 

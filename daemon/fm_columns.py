@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seedance.daemon.decoder_table import Entry
-from seedance.daemon.plain_streams import ROWS, Sends, view
+from seedance.daemon.plain_streams import ROWS, Sends
 from seedance.daemon.protocol.fm_frame import HEADER_BYTES, TOKENS_PREFIX_BYTES, tokens_frame
 from seedance.daemon.protocol.fm_messages import RING_FRAMES
 from seedance.daemon.protocol.fm_server import Lent
@@ -258,8 +258,8 @@ class FmColumns:
             )
         )
         addresses = begins.astype(np.uint64) + np.uint64(flat.ctypes.data)
-        frames = StoredFrames(view(addresses, "Q"), view(lengths, "I"), matrix)
-        self._sends.append(Sends(view(self._fds[rows], "I"), frames))
+        frames = StoredFrames(addresses.data, lengths.data, matrix)
+        self._sends.append(Sends(self._fds[rows].data, frames))
         if len(self._sends) == 1:
             self.stepped()
 

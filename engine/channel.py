@@ -222,5 +222,6 @@ class Receiver(Generic[M]):
             except msgspec.DecodeError as exc:
                 raise RemoteProtocolError(f"cannot read a channel message: {exc}", 1002) from exc
             at += _HEADER + length
-        self._buffer = bytearray(view[at:])
+        if at < end or self._buffer:
+            self._buffer = bytearray(view[at:])
         return messages

@@ -40,7 +40,7 @@ class FrameStore:
 class StoredFrames(NamedTuple):
     """Frames that lie still in memory, for a list of flows; whoever has these holds the memory by `store`.
 
-    `addresses` is a memoryview of unsigned 64-bit numbers, `lengths` one of unsigned 32-bit ones.
+    `addresses` is a memoryview of unsigned longs, `lengths` one of unsigned ints: what numpy calls uint64 and uint32.
     """
 
     addresses: memoryview
@@ -56,7 +56,7 @@ class StoredFrames(NamedTuple):
         stays = [fd not in some for fd in fds]
         left = (
             memoryview(array.array(kind, compress(column, stays)))
-            for kind, column in (("I", fds), ("Q", self.addresses), ("I", self.lengths))
+            for kind, column in (("I", fds), ("L", self.addresses), ("I", self.lengths))
         )
         fds, addresses, lengths = left
         return fds, StoredFrames(addresses, lengths, self.store)

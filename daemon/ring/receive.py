@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 
 from seedance.daemon.ring import abi
 from seedance.errors import KernelError
@@ -19,7 +18,18 @@ from seedance.errors import KernelError
 class ReceiveBuffers:
     """`count` (a power of two, at most 32,768) buffers of `buffer_bytes`, registered with a ring as group `group`."""
 
-    __slots__ = ("_address", "_group", "_mask", "_memory", "_ring_fd", "_ring_memory", "_tail", "buffer_bytes", "count")
+    __slots__ = (
+        "_address",
+        "_group",
+        "_mask",
+        "_memory",
+        "_ring_fd",
+        "_ring_memory",
+        "_ring_u16",
+        "_tail",
+        "buffer_bytes",
+        "count",
+    )
 
     def __init__(self, ring_fd: int, group: int, count: int, buffer_bytes: int) -> None:
         """Register the buffers; raises KernelError."""
@@ -28,6 +38,7 @@ class ReceiveBuffers:
         self._group, self._ring_fd = group, ring_fd
         self._memory = mmap.mmap(-1, count * buffer_bytes)
         self._ring_memory = mmap.mmap(-1, count * abi.PBUF_BYTES)
+        self._ring_u16 = memoryview(self._ring_memory).cast("H")
         self._address = _address_of(self._memory)
         self._tail = 0
         registration = ctypes.create_string_buffer(
@@ -61,12 +72,13 @@ class ReceiveBuffers:
 
     def publish(self) -> None:
         """Show all recycled buffers to the kernel; it looks only inside an enter of this thread."""
-        self._ring_memory[abi.PBUF_TAIL : abi.PBUF_TAIL + 2] = (self._tail & 0xFFFF).to_bytes(2, sys.byteorder)
+        self._ring_u16[abi.PBUF_TAIL // 2] = self._tail & 0xFFFF
 
     def close(self) -> None:
         """Unregister and unmap; nothing may be receiving any more."""
         registration = ctypes.create_string_buffer(abi.PBUF_REG.pack(0, 0, self._group, 0, 0, 0, 0))
         abi.register(self._ring_fd, abi.UNREGISTER_PBUF_RING, registration, 1)
+        self._ring_u16.release()
         self._ring_memory.close()
         self._memory.close()
 

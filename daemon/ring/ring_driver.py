@@ -144,7 +144,7 @@ class RingDriver:
         """Turn what waits to be sent into SQEs; returns whether to come back right after the coming enter."""
         self._receive_buffers.publish()
         goes_on = self._queue.stage()
-        return goes_on or any(flow.backlog is None for flow in self._closing)
+        return goes_on or (bool(self._closing) and any(flow.backlog is None for flow in self._closing))
 
     def settle(self, completions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         """Account for the sends of the last enter, before any other completion is looked at; return those."""

@@ -88,7 +88,7 @@ class SendQueue:
         words = self._sqes.cast("I")
         self._descriptors = words[abi.SQE_FD_AT // 4 :: _WORDS]
         self._lengths = words[abi.SQE_LENGTH_AT // 4 :: _WORDS]
-        self._addresses = self._sqes.cast("Q")[abi.SQE_ADDRESS_AT // 8 :: _QUADS]
+        self._addresses = self._sqes.cast("L")[abi.SQE_ADDRESS_AT // 8 :: _QUADS]
         self.pool = BufferPool(2, BATCH_BYTES)
         self.hindered: set[int] = set()
         self.failed: list[tuple[RingFlow, OSError]] = []
@@ -178,7 +178,7 @@ class SendQueue:
         buffer.fill(data)
         self.pool.give_to_kernel(buffer, len(batch))
         lengths = list(map(len, frames))
-        addresses = array.array("Q", itertools.accumulate(lengths[:-1], initial=buffer.address))
+        addresses = array.array("L", itertools.accumulate(lengths[:-1], initial=buffer.address))
         fds = array.array("I", [flow.number for flow in batch])
         self._push(memoryview(fds), memoryview(addresses), memoryview(array.array("I", lengths)), buffer)
 

@@ -25,7 +25,7 @@ BIG = random.Random(1).randbytes(3 << 20)
 def send_each(rig: Rig, fds: Sequence[int], frames: Sequence[bytes]) -> list[tuple[int, int]]:
     """Send frames out of a store, of which nobody else knows."""
     store = FrameStore()
-    addresses, lengths = array.array("Q", map(store.add, frames)), array.array("I", map(len, frames))
+    addresses, lengths = array.array("L", map(store.add, frames)), array.array("I", map(len, frames))
     stored = StoredFrames(memoryview(addresses), memoryview(lengths), store)
     return rig.driver.send_each(memoryview(array.array("I", fds)), stored)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 from numpy.typing import NDArray
 
 from seedance.daemon.plain_streams import FEWEST, ROWS, PlainStreams
@@ -48,6 +49,64 @@ def test_what_is_known_and_plain_goes_straight(
         expected = [(1000 + n, f"<text {t}>".encode()) for n, t in straight.items()]
         assert taken(plain, pairs) == (expected, {n: t for n, t in pairs.items() if n not in straight})
     assert {number: plain.remove(number) for number in known} == counts
+
+
+NUMBERS = st.integers(1, FEWEST)
+
+
+class SameStreams(RuleBasedStateMachine):
+    """The same streams in step after step, and changes of them in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = made()
+        self.is_plain: dict[int, bool] = {}
+        self.counts: dict[int, int] = {}
+        self.known: set[int] = set()
+        for number in range(1, FEWEST + 1):
+            self.add(number)
+            self.set_plain(number, True)
+        for token_id in range(1, TOKENS):
+            self.learn(token_id)
+
+    @rule(number=NUMBERS)
+    def add(self, number: int) -> None:
+        assert self.plain.add(number, 1000 + number) == (number not in self.counts)
+        self.counts.setdefault(number, 0)
+
+    @rule(number=NUMBERS, is_plain=st.booleans())
+    def set_plain(self, number: int, is_plain: bool) -> None:
+        if number in self.counts:
+            self.plain.set_plain(number, is_plain)
+            self.is_plain[number] = is_plain
+
+    @rule(number=NUMBERS)
+    def remove(self, number: int) -> None:
+        if number in self.counts:
+            assert self.plain.remove(number) == self.counts.pop(number)
+            self.is_plain.pop(number, None)
+
+    @rule(token_id=st.just(0))
+    def learn(self, token_id: int) -> None:
+        self.plain.learn(token_id, f"text {token_id}")
+        self.known.add(token_id)
+
+    @rule(
+        first_id=st.integers(1, TOKENS - 1), others=st.dictionaries(NUMBERS, st.sampled_from([0, TOKENS]), max_size=2)
+    )
+    def step(self, first_id: int, others: dict[int, int]) -> None:
+        pairs = {number: 1 + (first_id + number) % (TOKENS - 1) for number in range(1, FEWEST + 1)} | others
+        straight = {n: t for n, t in pairs.items() if self.is_plain.get(n) and t in self.known}
+        for number in straight:
+            self.counts[number] += 1
+        expected = [(1000 + n, f"<text {t}>".encode()) for n, t in straight.items()]
+        assert taken(self.plain, pairs) == (expected, {n: t for n, t in pairs.items() if n not in straight})
+
+    def teardown(self) -> None:
+        assert {number: self.plain.remove(number) for number in self.counts} == self.counts
+
+
+TestSameStreams = SameStreams.TestCase
 
 
 def test_a_row_has_one_stream() -> None:

@@ -15,7 +15,7 @@ FRAMES = st.lists(st.binary(min_size=1, max_size=300) | st.integers(1, 2 * CHUNK
 
 def stored(frames: list[bytes]) -> StoredFrames:
     store = FrameStore()
-    addresses = array.array("Q", map(store.add, frames))
+    addresses = array.array("L", map(store.add, frames))
     return StoredFrames(memoryview(addresses), memoryview(array.array("I", map(len, frames))), store)
 
 
@@ -37,5 +37,5 @@ def test_what_is_left_without_some_flows() -> None:
     found = stored([b"a", b"bb", b"ccc", b"dddd"])
     fds, left = found.without(memoryview(array.array("I", [3, 4, 5, 6])), {4, 6, 7})
     assert list(left.to(fds)) == [(3, b"a"), (5, b"ccc")]
-    assert (fds.format, left.addresses.format, left.lengths.format) == ("I", "Q", "I")
+    assert (fds.format, left.addresses.format, left.lengths.format) == ("I", "L", "I")
     assert left.store is found.store
