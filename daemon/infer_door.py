@@ -31,8 +31,8 @@ MAX_STREAMS: Final = 256
 """Streams at once on one connection, whatever the tenant's own limit."""
 PAUSE_PART: Final = 4
 """When such a part of the backlog that a client may have waits for it, the engine leaves its streams out."""
-MISSED_TICKS: Final = 6
-"""There are two ticks to a ping interval: who says nothing at all for three intervals is gone."""
+MISSED_TICKS: Final = 3
+"""Who says nothing at all for so many ping intervals is gone."""
 
 
 class Owner(Protocol):

@@ -62,6 +62,7 @@ from seedance.daemon.sampling_defaults import load_sampling_defaults
 from seedance.daemon.service import DRAIN_RETRY_S, Service
 from seedance.daemon.shared_log import SharedLog
 from seedance.daemon.tokenizer_cache import tokenizer_in
+from seedance.daemon.wheel import Wheel
 from seedance.engine.channel import EngineChanged
 from seedance.engine.packets import PacketSocket
 from seedance.qos.limiter import LimiterStatistics, TenantLimiter
@@ -69,9 +70,8 @@ from seedance.qos.limiter import LimiterStatistics, TenantLimiter
 _log = logging.getLogger(__name__)
 _LONGEST_TICK_S: Final = 1.0
 _SWITCH_S: Final = 0.0005
-# What a turn of these costs, some tenths of a millisecond and a millisecond, is what a token may wait for it.
+# What a turn of these costs, some tenths of a millisecond, is what a token may wait for it.
 _CHECKS_AT_ONCE: Final = 1024
-_PINGS_AT_ONCE: Final = 128
 _SUBPROTOCOLS: Final = {"/v2/infer": (infer.SUBPROTOCOL,), "/v2/stream": (fm_frame.SUBPROTOCOL,)}
 _TAKEN: Final = TO_GATEWAY.encode(Taken())
 
@@ -93,7 +93,6 @@ class Worker:
         self._loop = loop
         self._driver = driver
         self._settings = settings
-        self._connections: dict[Connection, None] = {}
         self._stalled: dict[Connection, tuple[int, float]] = {}
         self._released = 0
         self.leaving = False
@@ -102,10 +101,10 @@ class Worker:
         self._told = LimiterStatistics()
         self._tick_s = min(_LONGEST_TICK_S, settings.http.ping_interval_s / 4)
         self._next_tick_s = loop.time() + self._tick_s
+        # Whether anything else was sent meanwhile or not: nobody has to remember who was quiet.
+        self._pings: Wheel[Connection] = Wheel(settings.http.ping_interval_s - self._tick_s, loop.time())
+        self._connections = self._pings.members
         self._checks = Rounds(self._connections, self._tick_s, _CHECKS_AT_ONCE, loop.time())
-        # Twice in the interval, whether anything else was sent or not: nobody has to remember who was quiet.
-        ping_s = settings.http.ping_interval_s / 2 - self._tick_s
-        self._pings = Rounds(self._connections, ping_s, _PINGS_AT_ONCE, loop.time())
         self._patience_s = {
             Phase.IDLE: settings.http.idle_timeout_s,
             Phase.HEAD: settings.http.head_timeout_s,
@@ -151,7 +150,7 @@ class Worker:
         self._handover.send(_TAKEN)
         connection = HttpConnection(self, handover.peer, handover.listener)
         connection.flow = self._driver.open(fds[0], connection)
-        self._connections[connection] = None
+        self._pings.add(connection)
         connection.data_received(handover.data)
 
     def hand_back(self, connection: HttpConnection, data: bytes) -> None:
@@ -162,7 +161,7 @@ class Worker:
         connection.flow.endpoint = _Leaving(late, lambda: self.forget(connection))
 
         def detached(fd: int) -> None:
-            del self._connections[connection]
+            self._pings.remove(connection)
             self._stalled.pop(connection, None)
             self._idle_since_s = self._loop.time()
             everything = data + b"".join(late)
@@ -186,8 +185,8 @@ class Worker:
         flow.send(connection.http.data_to_send())
         web_socket = self._web_socket(request.path, flow)
         flow.endpoint = web_socket
-        del self._connections[connection]
-        self._connections[web_socket] = None
+        self._pings.remove(connection)
+        self._pings.add(web_socket)
         if rest:
             web_socket.data_received(rest)
 
@@ -200,7 +199,7 @@ class Worker:
     def forget(self, connection: Connection) -> None:
         if connection not in self._connections:
             return
-        del self._connections[connection]
+        self._pings.remove(connection)
         self._stalled.pop(connection, None)
         self._count_released()
         self._idle_since_s = self._loop.time()
