@@ -106,7 +106,7 @@ class _Round:
         self._is_impatient = is_impatient
         self._plan = Plan()
         roster = self._roster
-        self._load = self._light_load = StepLoad()
+        self._load, self._light_load = StepLoad(), StepLoad()
         self._budget = self._settings.step_tokens - len(roster.decoders)
         # A tenant is light when its usage is below this times its weight.
         self._light_usage = planner._usage.usage(self._settings.light_fraction) / max(roster.active_weight, 1e-9)
@@ -118,18 +118,12 @@ class _Round:
 
     def _find_loads(self) -> None:
         """Sum up what all who decode, and the light ones among them, put into the step."""
-        size = context_tokens = light_size = light_context_tokens = 0
-        light_usage = self._light_usage if self._is_shared else 0.0
-        for tenant in self._roster.decoding:
-            group = tenant.group
-            size += group.size
-            context_tokens += group.context_tokens
-            if tenant.usage < light_usage * tenant.weight:
-                light_size += group.size
-                light_context_tokens += group.context_tokens
-        self._load = StepLoad(size, 0, size, context_tokens)
-        self._light_load = StepLoad(light_size, 0, light_size, light_context_tokens)
+        decoding = self._roster.decoding
+        self._load = StepLoad(decoding.size, 0, decoding.size, decoding.context_tokens)
         if self._is_shared:
+            light = [tenant for tenant in decoding.tenants if self._is_light(tenant)]
+            size = sum(tenant.decodes.size for tenant in light)
+            self._light_load = StepLoad(size, 0, size, sum(map(decoding.context_of, light)))
             self._wide_s = max(self._settings.step_target_s, 2 * self._cost.predict_s(self._load))
 
     def run(self, reading: dict[Tenant, None]) -> Plan:
@@ -197,10 +191,15 @@ class _Round:
                 advance_s += self._settings.urgent_advance_s
             elif head.is_near(self._now_s):
                 advance_s += self._settings.deadline_advance_s
+        tenant.settle()
         return tenant.virtual_s - advance_s * tenant.inverse_weight
 
     def _is_light(self, tenant: Tenant) -> bool:
-        return tenant.usage < self._light_usage * tenant.weight
+        most = self._light_usage * tenant.weight
+        if tenant.usage >= most:  # and may be more by now
+            return False
+        tenant.settle()
+        return tenant.usage < most
 
     def _reader(self, tenant: Tenant) -> Request | None:
         """Return the tenant's next request of which a part has been read before."""
@@ -211,7 +210,7 @@ class _Round:
         return next((r for r in self._readers[tenant] if r not in self._plan.preempt), None)
 
     def _newcomer(self, tenant: Tenant) -> Request | None:
-        if tenant not in self._roster.counters.waiting:
+        if tenant not in self._roster.counters.waiting or self._has_all_slots(tenant):
             return None
         request = tenant.queue.head(self._now_s)
         if request is None or request.priority > 0:
@@ -219,6 +218,12 @@ class _Round:
         if self._take <= 0 or (0 < self._slots <= self._kept and not self._is_light(tenant)):
             return None
         return request
+
+    def _has_all_slots(self, tenant: Tenant) -> bool:
+        """Return whether a tenant has as many slots as it may."""
+        if tenant.slots is None or len(tenant.running) + len(self._plan.admit) < tenant.slots:
+            return False
+        return len(tenant.running) + sum(other.tenant is tenant for other in self._plan.admit) >= tenant.slots
 
     def _chunk(self, tenant: Tenant, request: Request) -> int:
         """Return how many tokens of a request this step reads; 0 for none."""
@@ -251,10 +256,8 @@ class _Round:
     def _admit(self, tenant: Tenant, request: Request) -> bool:
         """Find a slot and KV blocks for a waiting request, and take it out of its queue."""
         own: list[Request] = []
-        if tenant.slots is not None or tenant.kv_blocks is not None:
+        if tenant.kv_blocks is not None:
             own = [other for other in self._plan.admit if other.tenant is tenant]
-        if tenant.slots is not None and len(tenant.running) + len(own) >= tenant.slots:
-            return False
         kept = 0 if request.priority > 0 or self._is_light(tenant) else self._kept
         if self._slots <= kept and not self._make_slot(request):
             return False
@@ -291,12 +294,12 @@ class _Round:
         wanted = roster.blocks(request.reserved_tokens + 1)
         if tenant.kv_blocks is not None:
             promised = roster.outstanding([*(tenant.prefilling | tenant.protected).values(), *own])
-            most = max(0, tenant.kv_blocks - tenant.blocks - tenant.group.growth() - promised)
+            most = max(0, tenant.kv_blocks - tenant.blocks - roster.decoding.growth_of(tenant) - promised)
             if min(wanted, tenant.kv_blocks) > most:
                 return False
         if self._blocks < 0:
             # Those who decode grow: a few steps' worth of it is kept free for them.
-            kept = max(roster.growth(), len(roster.decoders) // 4)
+            kept = max(roster.decoding.growth(), len(roster.decoders) // 4)
             self._blocks = max(0, self._kv_free_blocks - roster.promised() - kept)
         if wanted > self._blocks and not self._plan.preempt:
             victim = victim_for_admission(roster, self._now_s)

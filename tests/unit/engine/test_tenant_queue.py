@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from seedance.engine.decoding import Decoding
 from seedance.engine.states import Request, Tenant
 from seedance.engine.tenant_queue import _SPARE_ENTRIES, PATIENCE_S, TenantQueue
 
@@ -13,7 +14,7 @@ class Line:
 
     def __init__(self) -> None:
         self.queue = TenantQueue()
-        self.tenant = Tenant(1, 16)
+        self.tenant = Tenant(1, Decoding(16))
         self.tickets = 0
 
     def push(self, name: str, came_s: float, *, urgent_s: float | None = None, priority: int = 0) -> Request:
