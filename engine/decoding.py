@@ -1,11 +1,11 @@
 """All who decode, of all tenants: they advance together, and a step touches none of them.
 
-Whoever is not left out takes a token in every step, so the steps are counted as *rounds*. Where a request stands follows
-from the round in which it joined and where it stood then, and so does what a tenant's requests have in sum. What a
-round costs is added to two running sums: the price of a token in it, and that of a token of context. What a tenant owes
-is the difference of the sums since it was last *settled*, times what it has there. So a tenant is settled, and its tokens
-are *counted*, when somebody looks at it, or when one of its requests comes or goes; only those with limits on what they
-use are looked at in every step.
+Whoever is not left out takes a token in every step, so the steps are counted as *rounds*. Where a request stands
+follows from the round in which it joined and where it stood then, and so does what a tenant's requests have in sum.
+What a round costs is added to two running sums: the price of a token in it, and that of a token of context. What a
+tenant owes is the difference of the sums since it was last *settled*, times what it has there. So a tenant is settled,
+and its tokens are *counted*, when somebody looks at it, or when one of its requests comes or goes; only those with
+limits on what they use are looked at in every step.
 
 A round is charged when its step has ended, and by then a request may have come or gone again. That is settled as if it
 had been so in all rounds that have not ended, and each of them notes the difference.
@@ -35,7 +35,7 @@ class _Sums(NamedTuple):
 _NOTHING = _Sums(0.0, 0.0, 0.0, 0.0)
 
 Change: TypeAlias = "tuple[Tenant, int, int]"
-"""In one round: a tenant, how many more of its requests took a token than it will be settled for, and of what context."""
+"""In one round: a tenant, how many more of its requests took a token than it is settled for, and their context."""
 
 
 class Decodes:
@@ -79,7 +79,8 @@ class Decoding:
     def join(self, request: Request) -> None:
         """Take in a request that stands at its `computed` tokens."""
         tenant = request.tenant
-        self._look_at(tenant)
+        self.settle(tenant)
+        self.count(tenant)
         request.joined = self.rounds
         self._change(tenant, 1, request.computed - (self.rounds - self._origin), self.rounds - request.computed)
         if tenant.decodes.size == 1:
@@ -89,7 +90,8 @@ class Decoding:
     def leave(self, request: Request) -> None:
         """Let a request go; its `computed` says where it stands."""
         tenant = request.tenant
-        self._look_at(tenant)
+        self.settle(tenant)
+        self.count(tenant)
         base = request.computed - (request.joined - self._origin)
         self._change(tenant, -1, -base, request.joined - request.computed)
         request.computed += self.rounds - request.joined
@@ -155,10 +157,12 @@ class Decoding:
         if not size:
             return 0.0
         base = decodes.base
-        charge_s = size * (sums.token_s - mark.token_s) + base * (sums.context_s - mark.context_s)
+        token_s, context_s, token_usage, context_usage = sums
+        old_token_s, old_context_s, old_token_usage, old_context_usage = mark
+        charge_s = size * (token_s - old_token_s) + base * (context_s - old_context_s)
         tenant.step_s += charge_s
         tenant.virtual_s += charge_s * tenant.inverse_weight
-        tenant.usage += size * (sums.token_usage - mark.token_usage) + base * (sums.context_usage - mark.context_usage)
+        tenant.usage += size * (token_usage - old_token_usage) + base * (context_usage - old_context_usage)
         return charge_s
 
     def count(self, tenant: Tenant) -> None:
@@ -193,10 +197,6 @@ class Decoding:
             tenant.decodes.mark = self._sums
 
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _look_at(self, tenant: Tenant) -> None:
-        self.settle(tenant)
-        self.count(tenant)
 
     def _change(self, tenant: Tenant, count: int, base: int, place: int) -> None:
         decodes = tenant.decodes

@@ -29,10 +29,10 @@ class Request:
 
     With a deadline for its first token it is urgent from `urgent_s` on, until that token is out; without one, never.
 
-    `computed` counts the tokens whose KV exists (when it decodes, what there was in round `joined`, see `decoding`; else that is -1). `target`
-    is how many there must be before the next token comes out. `reserved_tokens` have KV blocks promised to them;
-    `billed_tokens` have been charged to limits on tokens, and are not when they are read once more. `payer` is charged
-    for the engine's time of that: who took its slot, where somebody did.
+    `computed` counts the tokens whose KV exists; of a request in `decoding`, those in round `joined`, which is -1 in
+    any other. `target` is how many there must be before the next token comes out. `reserved_tokens` have KV blocks
+    promised to them; `billed_tokens` have been charged to limits on tokens, and are not when they are read once more.
+    `payer` is charged for the engine's time of that: who took its slot, where somebody did.
     """
 
     __slots__ = (
@@ -202,9 +202,9 @@ class Tenant:
         self.start_rate = 0.0
         self.started_at_s = 0.0
 
-    def settle(self) -> None:
-        """Charge it for what its decoding has cost so far."""
-        self.decoding.settle(self)
+    def settle(self) -> float:
+        """Charge it for what its decoding has cost so far; returns that, in seconds."""
+        return self.decoding.settle(self)
 
     def count(self) -> None:
         """Count what its decoding has brought so far."""

@@ -17,7 +17,7 @@ from seedance.engine.scheduling import PolicySettings, Step, TenantStatistics
 from seedance.engine.states import Key
 
 _BEAT_EVERY_S: Final = 0.1
-_TELL_EVERY_S: Final = 0.25
+_TELL_EVERY_S: Final = 0.5
 _TELL_ONE_S: Final = 300e-6
 """A hundred times what it takes to tell of one tenant, so that it never is more than a percent."""
 _REST_S: Final = 1.0

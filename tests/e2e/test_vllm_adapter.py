@@ -380,7 +380,7 @@ def of_row(row: int) -> TenantContext:
 
 
 async def counted(engine: Engine, row: int) -> TenantStatistics:
-    """Return a tenant's statistics once there are any; they are written every 0.25 s."""
+    """Return a tenant's statistics once there are any; they are written every 0.5 s."""
     async with asyncio.timeout(LIMIT_S):
         while (statistics := engine.ledger.statistics(row)) is None:
             await asyncio.sleep(0.05)

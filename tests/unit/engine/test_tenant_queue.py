@@ -99,5 +99,5 @@ def test_those_who_have_left_take_no_room(urgent_s: float) -> None:
     for number in range(1000):
         line.push(str(number), 1.0, urgent_s=urgent_s).ticket = 0
     for heap in (line.queue._by_order, line.queue._by_urgency):
-        assert len(heap._entries) <= _SPARE_ENTRIES + 4
+        assert len(heap.entries) <= _SPARE_ENTRIES + 4
     assert line.take_all(2.0) == ["stays"]
