@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -154,7 +155,7 @@ def main() -> None:
     parser.add_argument("--round-seconds", type=float, default=10.0)
     options = parser.parse_args()
     policy_us = policy_us_per_step(options.streams)
-    say(f"policy: {spread(policy_us).median:.0f} us a step")
+    say(f"policy: {statistics.fmean(policy_us):.0f} us a step")
     with tempfile.TemporaryDirectory(prefix="sd-") as folder:
         engines = [
             BenchEngine(Path(folder) / name, plain=name == "plain", slots=options.streams) for name in ("ours", "plain")
@@ -169,7 +170,7 @@ def main() -> None:
             "share_error": rounded(max(abs(kept[row] - share) for row, share in SHARES.items())),
             "throughput_ratio_plain": rounded(ratio.median),
             "throughput_ratio_plain_quartiles": [rounded(ratio.low), rounded(ratio.high)],
-            "policy_us_per_step": rounded(policy.median),
+            "policy_us_per_step": rounded(statistics.fmean(policy_us)),
             "policy_us_per_step_quartiles": [rounded(policy.low), rounded(policy.high)],
             "shares": {f"{SHARES[row]:.0%}": rounded(share) for row, share in kept.items()},
             "tokens_per_s": {

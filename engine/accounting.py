@@ -23,11 +23,10 @@ _LATE_S: Final = 0.25
 
 
 class _Step(msgspec.Struct):
-    """A step that has been scheduled: decodes and the sum of their contexts by tenant, prompts read by who pays."""
+    """A step that has been scheduled; `reads` are prompts by who pays. Who decodes in it is in `decoding`."""
 
     begun_s: float
     load: StepLoad
-    decodes: list[tuple[Tenant, int, int]]
     reads: dict[Tenant, StepLoad]
 
 
@@ -40,8 +39,6 @@ class Accounts:
         self._usage = usage
         self._steps: deque[_Step] = deque()
         self._ended_s = now_s
-        self.scheduled_steps = 0
-        self.ended_steps = 0
 
     def step_scheduled(
         self,
@@ -53,7 +50,6 @@ class Accounts:
     ) -> list[Tenant]:
         """Count the tokens of a step; returns the tenants whose pace or budget lets them have no more of them now."""
         roster = self._roster
-        self.scheduled_steps += 1
         readers = [request for key, request in roster.prefilling.items() if key in scheduled]
         for key, request in newcomers.items():
             if key in scheduled:
@@ -61,10 +57,9 @@ class Accounts:
                 readers.append(request)
             else:
                 roster.put_back(request)
-        step = _Step(begun_s, StepLoad(), [], {})
+        step = _Step(begun_s, StepLoad(), {})
         self._steps.append(step)
-        spent: list[Tenant] = []
-        self._count_decodes(step, spent, now_s, self._missing(scheduled, len(readers)))
+        spent = self._count_decodes(step, now_s, self._missing(scheduled, len(readers)))
         for request in readers:
             if self._count_read(step, request, scheduled[request.key], now_s):
                 spent.append(request.tenant)
@@ -78,60 +73,64 @@ class Accounts:
     def step_ended(self, now_s: float, step_s: float | None) -> list[tuple[Tenant, float]]:
         """Charge the oldest step under way; returns the tenants that are out of credit now, and their charges."""
         step = self._steps.popleft()
-        self.ended_steps += 1
         if step_s is None:
             step_s = now_s - max(step.begun_s, self._ended_s)
         self._ended_s = now_s
         load = step.load
+        decoding = self._roster.decoding
         if not load.requests:
+            decoding.end_round(0.0, 0.0, 0.0)
             return []
         late_s = _LATE_FACTOR * self._cost.predict_s(load) if self._cost.is_fitted else 0.0
         rates = self._cost.rates(load, min(step_s, late_s + _LATE_S))
         self._cost.observe(load, step_s)
-        usage_scale = self._usage.set_time(now_s, self._roster.tenants.values())
-        late: list[tuple[Tenant, float]] = []
-        decode_s, context_s = rates.request_s + rates.decode_s, rates.context_s
-        for tenant, size, context_tokens in step.decodes:
-            _charge(tenant, decode_s * size + context_s * context_tokens, usage_scale, late, now_s)
-        for tenant, part in step.reads.items():
-            _charge(tenant, rates.share_s(part), usage_scale, late, now_s)
-        return late
+        usage_scale = self._usage.set_time(now_s)
+        token_s, context_s = rates.request_s + rates.decode_s, rates.context_s
+        charges = {tenant: rates.share_s(part) for tenant, part in step.reads.items()}
+        for tenant, size, context_tokens in decoding.end_round(token_s, context_s, usage_scale):
+            charges[tenant] = charges.get(tenant, 0.0) + token_s * size + context_s * context_tokens
+        for tenant, charge_s in charges.items():
+            tenant.step_s += charge_s
+            tenant.virtual_s += charge_s * tenant.inverse_weight
+            tenant.usage += charge_s * usage_scale
+        for tenant in decoding.limited:
+            if tenant.credit is not None:
+                charges[tenant] = charges.get(tenant, 0.0) + decoding.settle(tenant)
+        return [
+            (tenant, charge_s)
+            for tenant, charge_s in charges.items()
+            if tenant.credit is not None and tenant.credit.charge(charge_s, now_s) <= 0
+        ]
 
-    def _missing(self, scheduled: Mapping[Key, int], readers: int) -> dict[Tenant, list[Request]]:
-        """Return the requests that should have decoded, by tenant, and did not."""
+    def begin_usage_anew(self, now_s: float) -> None:
+        """Have what is charged weigh 1 again in tenants' usage."""
+        self._roster.decoding.settle_all()
+        self._usage.begin_anew(now_s, self._roster.tenants.values())
+
+    def _missing(self, scheduled: Mapping[Key, int], readers: int) -> list[Request]:
+        """Return the requests that should have decoded and did not."""
         decoders = self._roster.decoders
-        missing: dict[Tenant, list[Request]] = {}
-        if len(scheduled) - readers != len(decoders):
-            for key in decoders.keys() - scheduled.keys():
-                missing.setdefault(decoders[key].tenant, []).append(decoders[key])
-        return missing
+        if len(scheduled) - readers == len(decoders):
+            return []
+        return [decoders[key] for key in decoders.keys() - scheduled.keys()]
 
-    def _count_decodes(
-        self, step: _Step, spent: list[Tenant], now_s: float, missing: dict[Tenant, list[Request]]
-    ) -> None:
-        decodes, number = step.decodes, self.scheduled_steps
-        all_size = all_context_tokens = 0
-        for tenant in self._roster.decoding:
-            group = tenant.group
-            size, context_tokens = group.size, group.context_tokens
-            if growth := group.advance():
-                tenant.blocks += growth
-            if missing and tenant in missing:
-                for request in missing[tenant]:
-                    tenant.blocks -= group.put_back(request)
-                    size -= 1
-                    context_tokens -= group.position(request)
-            if size:
-                tenant.output_tokens += size
-                tenant.last_scheduled = number
-                all_size += size
-                all_context_tokens += context_tokens
-                decodes.append((tenant, size, context_tokens))
-                if tenant.is_metered and _spend(tenant, size, size, now_s):
+    def _count_decodes(self, step: _Step, now_s: float, missing: list[Request]) -> list[Tenant]:
+        """Count a token for all who decode but those that are missing; returns whose pace or budget that ends."""
+        decoding, load = self._roster.decoding, step.load
+        for request in missing:
+            decoding.leave(request)
+        load.requests = load.decodes = decoding.size
+        load.context_tokens = decoding.context_tokens
+        decoding.begin_round()
+        spent: list[Tenant] = []
+        for tenant in decoding.limited:
+            if tenant.is_metered:
+                decoding.count(tenant)
+                if _spend(tenant, tenant.decodes.size, tenant.decodes.size, now_s):
                     spent.append(tenant)
-        load = step.load
-        load.requests = load.decodes = all_size
-        load.context_tokens = all_context_tokens
+        for request in missing:
+            decoding.join(request)
+        return spent
 
     def _count_read(self, step: _Step, request: Request, tokens: int, now_s: float) -> bool:
         tenant = request.tenant
@@ -140,7 +139,7 @@ class Accounts:
         output_tokens = int(self._roster.prompt_read(request, tokens))
         tenant.prompt_tokens += tokens
         tenant.output_tokens += output_tokens
-        tenant.last_scheduled = self.scheduled_steps
+        tenant.last_scheduled = self._roster.decoding.rounds
         new_tokens = max(0, request.computed - billed) + output_tokens
         return tenant.is_metered and _spend(tenant, new_tokens, output_tokens, now_s)
 
@@ -166,13 +165,3 @@ def _spend(tenant: Tenant, tokens: int, output_tokens: int, now_s: float) -> boo
         tenant.tokens_left -= output_tokens
         is_spent |= tenant.tokens_left <= 0
     return is_spent
-
-
-def _charge(
-    tenant: Tenant, charge_s: float, usage_scale: float, late: list[tuple[Tenant, float]], now_s: float
-) -> None:
-    tenant.step_s += charge_s
-    tenant.virtual_s += charge_s * tenant.inverse_weight
-    tenant.usage += charge_s * usage_scale
-    if tenant.credit is not None and tenant.credit.charge(charge_s, now_s) <= 0:
-        late.append((tenant, charge_s))

@@ -9,7 +9,7 @@ attention of prompt tokens to their context. The prices are a least-squares fit 
   pulls no harder than one at the edge of the usual spread (Huber's weights, with a spread that is followed online).
 * The first steps of an engine warm it up: they are looked at together, and those that took far too long are left out.
 
-`observe` costs some 40 multiplications; the prices are solved for every few steps.
+`observe` costs some 20 multiplications for a step that only decodes; the prices are solved for every few steps.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ class CostModel:
         count = len(self._units)
         self._left = [[0.0] * count for _ in range(count)]
         self._right = [0.0] * count
+        self._growth = 1.0  # instead of fading old steps, new ones weigh more
         self._spread = 0.1
         self._solve_in = _SOLVE_FIRST
         self._warm_up: list[tuple[StepLoad, float]] = []
@@ -200,19 +201,32 @@ class CostModel:
         self._solve()
 
     def _add(self, load: StepLoad, step_s: float, scale: float, weight: float) -> None:
-        row = [unit * count * scale for unit, count in zip(self._units, _counts(load), strict=True)]
-        target = step_s * scale * weight
+        self._growth /= _FADE
+        weight *= self._growth
+        target = step_s * scale
         right = self._right
-        for i, value in enumerate(row):
+        seen: list[tuple[int, float]] = []
+        for i, count in enumerate(_counts(load)):
+            if not count:
+                continue
             # Of the symmetric matrix only the part up to the diagonal is kept.
-            line = self._left[i]
+            value = self._units[i] * count * scale
+            seen.append((i, value))
             weighted = value * weight
-            for j in range(i + 1):
-                line[j] = line[j] * _FADE + weighted * row[j]
-            right[i] = right[i] * _FADE + value * target
+            line = self._left[i]
+            for j, other in seen:
+                line[j] += weighted * other
+            right[i] += weighted * target
+
+    def _fade(self) -> None:
+        """Have a new step weigh 1 again."""
+        scale, self._growth = 1 / self._growth, 1.0
+        self._left = [[value * scale for value in line] for line in self._left]
+        self._right = [value * scale for value in self._right]
 
     def _solve(self) -> None:
         """Find the prices of least error; one that would be negative is 0, and the others are found without it."""
+        self._fade()
         current = [price / unit for price, unit in zip(_values(self.prices), self._units, strict=True)]
         free = list(range(len(current)))
         found: dict[int, float] = {}

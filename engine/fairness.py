@@ -17,7 +17,7 @@ another begins to wait, and could take as much as it likes from those who wait n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, Generic, Protocol, TypeVar
 
 _RESCALE: Final = 1e12
@@ -36,9 +36,13 @@ T = TypeVar("T", bound=Counted)
 
 
 class VirtualCounters(Generic[T]):
-    """The tenants of which a request may be admitted, in no order; their counters are in them."""
+    """The tenants of which a request may be admitted, in no order; their counters are in them.
 
-    def __init__(self) -> None:
+    `settle` brings a tenant's counters up to date, which may lag behind until then.
+    """
+
+    def __init__(self, settle: Callable[[T], object]) -> None:
+        self._settle = settle
         self.waiting: dict[T, None] = {}
         self._last: T | None = None
 
@@ -46,9 +50,13 @@ class VirtualCounters(Generic[T]):
         """Let a tenant wait, lifted; nothing happens when it does already."""
         if tenant in self.waiting:
             return
+        self._settle(tenant)
         floor_s = self._floor_s()
         if floor_s is None:
-            floor_s = self._last.virtual_s if self._last is not None else 0.0
+            floor_s = 0.0
+            if self._last is not None:
+                self._settle(self._last)
+                floor_s = self._last.virtual_s
         tenant.virtual_s = max(tenant.virtual_s, floor_s - tenant.claim_s)
         self.waiting[tenant] = None
 
@@ -58,10 +66,16 @@ class VirtualCounters(Generic[T]):
             del self.waiting[tenant]
             self._last = tenant
             floor_s = None if is_held else self._floor_s()
+            self._settle(tenant)
             tenant.claim_s = 0.0 if floor_s is None else max(0.0, floor_s - tenant.virtual_s)
 
     def _floor_s(self) -> float | None:
-        return min((tenant.virtual_s for tenant in self.waiting), default=None)
+        floor_s = math.inf
+        for tenant in self.waiting:
+            if tenant.virtual_s < floor_s:
+                self._settle(tenant)
+                floor_s = min(floor_s, tenant.virtual_s)
+        return floor_s if self.waiting else None
 
 
 class Usage:
@@ -72,19 +86,25 @@ class Usage:
         self._epoch_s = now_s
         self._scale = 1.0
 
-    def set_time(self, now_s: float, tenants: Iterable[Counted]) -> float:
+    def set_time(self, now_s: float) -> float:
         """Move on to a time; returns what a second charged now adds to a tenant's `usage`.
 
-        Instead of fading what all tenants have, what is charged later weighs more. `tenants` are all there are; they
-        are touched only once in a long while.
+        Instead of fading what all tenants have, what is charged later weighs more.
         """
         self._scale = math.exp(min((now_s - self._epoch_s) / self._window_s, 600.0))
-        if self._scale > _RESCALE:
-            for tenant in tenants:
-                tenant.usage /= self._scale
-            self._epoch_s = now_s
-            self._scale = 1.0
         return self._scale
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to begin anew: once in a long while."""
+        return self._scale > _RESCALE
+
+    def begin_anew(self, now_s: float, tenants: Iterable[Counted]) -> None:
+        """Have a second charged weigh 1 again; `tenants` are all there are."""
+        for tenant in tenants:
+            tenant.usage /= self._scale
+        self._epoch_s = now_s
+        self._scale = 1.0
 
     def usage(self, fraction: float) -> float:
         """Return the `usage` of a tenant that has that part of the engine's time."""

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 from seedance.engine.admission import AdmissionWindow
 from seedance.engine.cost import CostModel, StepLoad
@@ -30,6 +31,8 @@ from seedance.engine.preemption import victim_for_admission, victim_for_slot
 from seedance.engine.roster import Roster
 from seedance.engine.scheduling import PolicySettings
 from seedance.engine.states import Key, Request, Tenant
+
+_Turn: TypeAlias = tuple[float, int, Tenant]
 
 
 class Plan:
@@ -63,7 +66,7 @@ class Planner:
         if not reading and not roster.counters.waiting:
             return Plan()
         is_impatient = now_s - self._read_s > self._settings.patience_s
-        plan = _Round(self, now_s, kv_free_blocks, slots_free, is_shared, is_impatient).run(reading)
+        plan = _Round(self, reading, now_s, kv_free_blocks, slots_free, is_shared, is_impatient).run()
         if plan.prefill:
             self._read_s = now_s
         return plan
@@ -88,6 +91,7 @@ class _Round:
     def __init__(
         self,
         planner: Planner,
+        reading: dict[Tenant, None],
         now_s: float,
         kv_free_blocks: int,
         slots_free: int,
@@ -98,6 +102,7 @@ class _Round:
         self._settings = planner._settings
         self._roster = planner._roster
         self._cost = planner._cost
+        self._reading = reading
         self._now_s = now_s
         self._slots = slots_free
         self._kv_free_blocks = kv_free_blocks
@@ -106,10 +111,10 @@ class _Round:
         self._is_impatient = is_impatient
         self._plan = Plan()
         roster = self._roster
-        self._load = self._light_load = StepLoad()
+        self._load, self._light_load = StepLoad(), StepLoad()
         self._budget = self._settings.step_tokens - len(roster.decoders)
-        # A tenant is light when its usage is below this times its weight.
         self._light_usage = planner._usage.usage(self._settings.light_fraction) / max(roster.active_weight, 1e-9)
+        self._light = self._light_of(reading | roster.counters.waiting)
         self._wide_s = math.inf
         self._take = -1
         self._blocks = -1
@@ -118,33 +123,36 @@ class _Round:
 
     def _find_loads(self) -> None:
         """Sum up what all who decode, and the light ones among them, put into the step."""
-        size = context_tokens = light_size = light_context_tokens = 0
-        light_usage = self._light_usage if self._is_shared else 0.0
-        for tenant in self._roster.decoding:
-            group = tenant.group
-            size += group.size
-            context_tokens += group.context_tokens
-            if tenant.usage < light_usage * tenant.weight:
-                light_size += group.size
-                light_context_tokens += group.context_tokens
-        self._load = StepLoad(size, 0, size, context_tokens)
-        self._light_load = StepLoad(light_size, 0, light_size, light_context_tokens)
+        decoding = self._roster.decoding
+        self._load = StepLoad(decoding.size, 0, decoding.size, decoding.context_tokens)
         if self._is_shared:
+            known = self._reading | self._roster.counters.waiting
+            self._light |= self._light_of(tenant for tenant in decoding.tenants if tenant not in known)
+            size = sum(tenant.decodes.size for tenant in self._light)
+            self._light_load = StepLoad(size, 0, size, sum(map(decoding.context_of, self._light)))
             self._wide_s = max(self._settings.step_target_s, 2 * self._cost.predict_s(self._load))
 
-    def run(self, reading: dict[Tenant, None]) -> Plan:
-        is_reading = bool(reading)
+    def _light_of(self, tenants: Iterable[Tenant]) -> set[Tenant]:
+        """Return the light ones of some tenants; who is not by what is settled, is not at all."""
+        usage = self._light_usage
+        perhaps = [tenant for tenant in tenants if tenant.usage < usage * tenant.weight]
+        for tenant in perhaps:
+            tenant.settle()
+        return {tenant for tenant in perhaps if tenant.usage < usage * tenant.weight}
+
+    def run(self) -> Plan:
+        is_reading = bool(self._reading)
         if self._planner.opens_s(self._now_s, is_reading=is_reading) <= self._now_s:
             self._take = self._planner._window.most()
-        turns = [(self._turn_s(tenant), tenant.row, tenant) for tenant in reading | self._waiting()]
+        turns = [(self._turn_s(tenant), tenant.row, tenant) for tenant in self._reading | self._waiting()]
         if not turns:
             return self._plan
         heapq.heapify(turns)
         self._find_loads()
         # Nobody gets a slot but those that are free, and nobody goes on reading.
-        has_slots_only = not reading and not self._roster.idle and not self._roster.pressing
+        has_slots_only = not is_reading and not self._roster.idle and not self._roster.pressing
         while turns and self._budget > 0:
-            turn_s, row, tenant = heapq.heappop(turns)
+            turn_s, row, tenant = _first(turns)
             request = self._reader(tenant) or self._newcomer(tenant)
             if request is None:
                 continue
@@ -159,7 +167,7 @@ class _Round:
             self._add(tenant, request, tokens)
             if has_slots_only and self._slots <= self._kept:
                 has_slots_only = False
-                turns = [turn for turn in turns if self._slots > 0 and self._is_light(turn[2])]
+                turns = [turn for turn in turns if self._slots > 0 and turn[2] in self._light]
                 heapq.heapify(turns)
             if tenant.pace is not None and self._is_spent(tenant, tokens):
                 continue
@@ -180,7 +188,9 @@ class _Round:
             self._slots <= 0 and self._roster.idle and victim_for_admission(self._roster, self._now_s)
         ):
             return waiting
-        light = [tenant for tenant in waiting if self._is_light(tenant)] if self._slots > 0 else []
+        light = []
+        if self._slots > 0:
+            light = [tenant for tenant in self._light if tenant in waiting and not self._has_all_slots(tenant)]
         pressing = [tenant for tenant in waiting if self._has_priority(tenant)] if self._roster.pressing else []
         return dict.fromkeys(light + pressing)
 
@@ -189,7 +199,8 @@ class _Round:
         return head is not None and head.priority > 0
 
     def _turn_s(self, tenant: Tenant) -> float:
-        advance_s = self._settings.light_advance_s if self._is_light(tenant) else 0.0
+        """Return when a tenant's turn is, by what it has been charged so far: not too late."""
+        advance_s = self._settings.light_advance_s if tenant in self._light else 0.0
         head = tenant.queue.head(self._now_s) if tenant.queued and not tenant.is_held else None
         if head is not None:
             advance_s += head.advance_s
@@ -198,9 +209,6 @@ class _Round:
             elif head.is_near(self._now_s):
                 advance_s += self._settings.deadline_advance_s
         return tenant.virtual_s - advance_s * tenant.inverse_weight
-
-    def _is_light(self, tenant: Tenant) -> bool:
-        return tenant.usage < self._light_usage * tenant.weight
 
     def _reader(self, tenant: Tenant) -> Request | None:
         """Return the tenant's next request of which a part has been read before."""
@@ -211,14 +219,21 @@ class _Round:
         return next((r for r in self._readers[tenant] if r not in self._plan.preempt), None)
 
     def _newcomer(self, tenant: Tenant) -> Request | None:
-        if tenant not in self._roster.counters.waiting:
+        if tenant not in self._roster.counters.waiting or self._has_all_slots(tenant):
             return None
         request = tenant.queue.head(self._now_s)
         if request is None or request.priority > 0:
             return request
-        if self._take <= 0 or (0 < self._slots <= self._kept and not self._is_light(tenant)):
+        if self._take <= 0 or (0 < self._slots <= self._kept and tenant not in self._light):
             return None
         return request
+
+    def _has_all_slots(self, tenant: Tenant) -> bool:
+        """Return whether a tenant has as many slots as it may."""
+        return (
+            tenant.slots is not None
+            and len(tenant.running) + sum(other.tenant is tenant for other in self._plan.admit) >= tenant.slots
+        )
 
     def _chunk(self, tenant: Tenant, request: Request) -> int:
         """Return how many tokens of a request this step reads; 0 for none."""
@@ -226,7 +241,7 @@ class _Round:
         limit_s = self._wide_s
         is_urgent = request.priority > 0
         may_insist = is_urgent or not self._plan.prefill
-        if self._light_load.requests and not is_urgent and not self._is_light(tenant):
+        if self._light_load.requests and not is_urgent and tenant not in self._light:
             limit_s = min(limit_s, self._settings.protected_slowdown * self._cost.predict_s(self._light_load))
             may_insist &= self._is_impatient
         least = min(unread, self._settings.min_chunk_tokens)
@@ -245,17 +260,15 @@ class _Round:
         self._plan.prefill[request.key] = tokens
         self._load.add_prefill(tokens, request.computed)
         self._budget -= tokens
-        if self._is_shared and self._is_light(tenant):
+        if self._is_shared and tenant in self._light:
             self._light_load.add_prefill(tokens, request.computed)
 
     def _admit(self, tenant: Tenant, request: Request) -> bool:
         """Find a slot and KV blocks for a waiting request, and take it out of its queue."""
         own: list[Request] = []
-        if tenant.slots is not None or tenant.kv_blocks is not None:
+        if tenant.kv_blocks is not None:
             own = [other for other in self._plan.admit if other.tenant is tenant]
-        if tenant.slots is not None and len(tenant.running) + len(own) >= tenant.slots:
-            return False
-        kept = 0 if request.priority > 0 or self._is_light(tenant) else self._kept
+        kept = 0 if request.priority > 0 or tenant in self._light else self._kept
         if self._slots <= kept and not self._make_slot(request):
             return False
         if not self._reserve_blocks(tenant, request, own):
@@ -291,12 +304,12 @@ class _Round:
         wanted = roster.blocks(request.reserved_tokens + 1)
         if tenant.kv_blocks is not None:
             promised = roster.outstanding([*(tenant.prefilling | tenant.protected).values(), *own])
-            most = max(0, tenant.kv_blocks - tenant.blocks - tenant.group.growth() - promised)
+            most = max(0, tenant.kv_blocks - tenant.blocks - roster.decoding.growth_of(tenant) - promised)
             if min(wanted, tenant.kv_blocks) > most:
                 return False
         if self._blocks < 0:
             # Those who decode grow: a few steps' worth of it is kept free for them.
-            kept = max(roster.growth(), len(roster.decoders) // 4)
+            kept = max(roster.decoding.growth(), len(roster.decoders) // 4)
             self._blocks = max(0, self._kv_free_blocks - roster.promised() - kept)
         if wanted > self._blocks and not self._plan.preempt:
             victim = victim_for_admission(roster, self._now_s)
@@ -308,3 +321,13 @@ class _Round:
             return False
         self._blocks -= wanted
         return True
+
+
+def _first(turns: list[_Turn]) -> _Turn:
+    """Take out the first turn: where its tenant owes something, the turn is later than it seemed."""
+    while True:
+        turn_s, row, tenant = turns[0]
+        owed_s = tenant.settle()
+        if not owed_s:
+            return heapq.heappop(turns)
+        heapq.heapreplace(turns, (turn_s + owed_s * tenant.inverse_weight, row, tenant))

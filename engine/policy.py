@@ -20,7 +20,8 @@ What holds:
 * No request is preempted more than `states.MAX_PREEMPTIONS` times (see `preemption`).
 * A tenant whose `tokens_left` are used up gets nothing more; once its last step has ended its requests end.
 
-The work of a step is proportional to the tenants that decode and to the requests that change their state.
+The work of a step is proportional to the tenants that have limits on what they use, or wait to be read, and to the
+requests that change their state (see `decoding`).
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Policy:
     def set_tenant(self, row: int, limits: TenantLimits, now_s: float) -> None:
         """Make a tenant known, or give it other limits; what it has used, owes and runs stays."""
         tenant = self._tenant(row)
+        tenant.settle()
         if tenant.has_work:
             self._roster.active_weight += limits.weight - tenant.weight
         tenant.weight = limits.weight
@@ -84,6 +86,7 @@ class Policy:
         tenant.slots = None if share is None else max(1, math.ceil(share * self._settings.slots))
         tenant.pace = self._bucket(tenant.pace, limits.tokens_per_s, 1.0, now_s)
         tenant.is_metered = tenant.pace is not None or tenant.tokens_left is not None
+        self._roster.decoding.watch(tenant)
         tenant.kv_blocks = None
         self._kv_limited.pop(tenant, None)
         if limits.kv_share is not None and limits.kv_share < 1:
@@ -98,6 +101,7 @@ class Policy:
         tenant = self._tenant(row)
         tenant.tokens_left = tokens
         tenant.is_metered = tenant.pace is not None or tokens is not None
+        self._roster.decoding.watch(tenant)
         if tokens is not None and tokens <= 0:
             self._exhaust(tenant, now_s)
         elif tenant.is_exhausted:
@@ -187,7 +191,9 @@ class Policy:
         """Decide the coming step; `slots_free` counts slots without a request, held requests have theirs."""
         roster = self._roster
         self._begun_s = now_s
-        self._usage.set_time(now_s, roster.tenants.values())
+        self._usage.set_time(now_s)
+        if self._usage.is_due:
+            self._accounts.begin_usage_anew(now_s)
         self._release_due(now_s)
         step = Step([], [], [], [], [], {})
         if self._exhausted:
@@ -339,14 +345,15 @@ class Policy:
         return end
 
     def _is_over(self, tenant: Tenant) -> bool:
-        return tenant.last_scheduled <= self._accounts.ended_steps
+        tenant.count()
+        return tenant.last_scheduled <= self._roster.decoding.ended
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def _tenant(self, row: int) -> Tenant:
         tenant = self._roster.tenants.get(row)
         if tenant is None:
-            tenant = self._roster.tenants[row] = Tenant(row, self._settings.block_tokens)
+            tenant = self._roster.tenants[row] = Tenant(row, self._roster.decoding)
         return tenant
 
     def _check_length(self, tenant: Tenant, prompt_tokens: int, max_tokens: int) -> None:
@@ -387,6 +394,8 @@ class Policy:
         tenant.started_at_s = now_s
 
     def _statistics(self, tenant: Tenant, now_s: float) -> TenantStatistics:
+        tenant.settle()
+        tenant.count()
         return TenantStatistics(
             step_s=tenant.step_s,
             prompt_tokens=tenant.prompt_tokens,

@@ -89,7 +89,7 @@ def make_room(roster: Roster, step: Step, kv_free_blocks: int, now_s: float) -> 
     # Each takes one block at most; only where that might be too many is it counted.
     if kv_free_blocks - roster.promised() >= len(roster.decoders):
         return kv_free_blocks
-    while kv_free_blocks - roster.promised() < roster.growth():
+    while kv_free_blocks - roster.promised() < roster.decoding.growth():
         victim = victim_for_blocks(roster.running(), now_s)
         if victim is None:
             break
@@ -105,6 +105,7 @@ def keep_kv_limits(roster: Roster, tenants: Iterable[Tenant], step: Step, now_s:
     freed = 0
     for tenant in tenants:
         assert tenant.kv_blocks is not None
+        tenant.count()
         while tenant.running and tenant.blocks + _wanted(roster, tenant) > tenant.kv_blocks:
             victim = victim_for_blocks(tenant.running.values(), now_s) if len(tenant.running) > 1 else None
             if victim is not None:
@@ -120,4 +121,4 @@ def keep_kv_limits(roster: Roster, tenants: Iterable[Tenant], step: Step, now_s:
 def _wanted(roster: Roster, tenant: Tenant) -> int:
     """Return how many KV blocks a tenant takes in a step, and is promised."""
     promised = roster.outstanding((tenant.prefilling | tenant.protected).values())
-    return promised + (tenant.group.growth() if tenant in roster.decoding else 0)
+    return promised + roster.decoding.growth_of(tenant)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
+from seedance.engine.decoding import Decoding
 from seedance.engine.fairness import VirtualCounters
 from seedance.engine.states import Key, Phase, Request, Tenant
 
@@ -23,7 +24,7 @@ from seedance.engine.states import Key, Phase, Request, Tenant
 class Roster:
     """All tenants and requests.
 
-    `decoders` are the requests that take a token in every step, `decoding` their tenants; `protected` those running
+    `decoders` are the requests that take a token in every step, all in `decoding`; `protected` those running
     requests that must not be preempted, `idle` those that are paused, longest first. `counters.waiting` has the
     tenants of which a request may be admitted: not held, and somebody waits. `hold` collects, until it is emptied,
     which running requests are to be left out of the steps (True) or taken in again (False). `active` tenants have work,
@@ -36,11 +37,11 @@ class Roster:
         self.tenants: dict[int, Tenant] = {}
         self.requests: dict[Key, Request] = {}
         self.decoders: dict[Key, Request] = {}
-        self.decoding: dict[Tenant, None] = {}
+        self.decoding = Decoding(block_tokens)
         self.prefilling: dict[Key, Request] = {}
         self.protected: dict[Key, Request] = {}
         self.idle: dict[Key, Request] = {}
-        self.counters: VirtualCounters[Tenant] = VirtualCounters()
+        self.counters: VirtualCounters[Tenant] = VirtualCounters(self.decoding.settle)
         self.active = 0
         self.active_weight = 0.0
         self.pressing = 0
@@ -106,8 +107,7 @@ class Roster:
         del tenant.prefilling[request.key]
         del self.prefilling[request.key]
         request.phase = Phase.DECODE
-        if not request.is_paused:
-            self._join(request)
+        self._join(request)
         return True
 
     def preempt(self, request: Request, payer: Tenant | None = None) -> None:
@@ -163,7 +163,7 @@ class Roster:
         if request.phase is Phase.WAITING:
             self._dequeue(request)
             tenant.paused_waiting += 1
-        elif request.phase is Phase.DECODE:
+        else:
             self._part(request)
         request.is_paused = True
         request.paused_s = now_s
@@ -188,9 +188,8 @@ class Roster:
         tenant.is_held = True
         self.admissible -= tenant.queued
         self.counters.leave(tenant, is_held=True)
-        self.decoding.pop(tenant, None)
-        for key, request in tenant.running.items():
-            self.decoders.pop(key, None)
+        for request in tenant.running.values():
+            self._part(request)
             self._tell(request)
 
     def release_tenant(self, tenant: Tenant) -> None:
@@ -199,11 +198,9 @@ class Roster:
         self.admissible += tenant.queued
         if tenant.queued:
             self.counters.enter(tenant)
-        if tenant.group.size:
-            self.decoding[tenant] = None
-        for key, request in tenant.running.items():
-            if request.phase is Phase.DECODE and not request.is_paused:
-                self.decoders[key] = request
+        for request in tenant.running.values():
+            if request.phase is Phase.DECODE:
+                self._join(request)
             self._tell(request)
 
     def outstanding(self, requests: Iterable[Request]) -> int:
@@ -217,10 +214,6 @@ class Roster:
         if not self.prefilling and not self.protected:
             return 0
         return self.outstanding((self.prefilling | self.protected).values())
-
-    def growth(self) -> int:
-        """Return the KV blocks that the next token of all who decode takes."""
-        return sum(tenant.group.growth() for tenant in self.decoding)
 
     def running(self) -> Iterator[Request]:
         """Yield every request that has a slot."""
@@ -243,25 +236,20 @@ class Roster:
             self.counters.leave(tenant)
 
     def _join(self, request: Request) -> None:
-        tenant = request.tenant
-        tenant.group.join(request)
-        if not tenant.is_held:
+        if not request.is_paused and not request.tenant.is_held:
             self.decoders[request.key] = request
-            self.decoding[tenant] = None
+            self.decoding.join(request)
 
     def _part(self, request: Request) -> None:
-        tenant = request.tenant
-        tenant.group.leave(request)
-        self.decoders.pop(request.key, None)
-        if not tenant.group.size:
-            self.decoding.pop(tenant, None)
+        if self.decoders.pop(request.key, None) is not None:
+            self.decoding.leave(request)
 
     def _leave(self, request: Request) -> None:
         tenant = request.tenant
         if request.phase is Phase.PREFILL:
             del tenant.prefilling[request.key]
             del self.prefilling[request.key]
-        elif not request.is_paused:
+        else:
             self._part(request)
         tenant.blocks -= self.blocks(request.computed)
         del tenant.running[request.key]

@@ -7,7 +7,7 @@ import math
 from typing import Any, Final, TypeAlias
 
 from seedance.engine.bucket import Bucket
-from seedance.engine.decode_group import DecodeGroup
+from seedance.engine.decoding import Decodes, Decoding
 from seedance.engine.tenant_queue import TenantQueue
 
 # Anything hashable. Not `Hashable`: the key type of a mapping is invariant, and nobody could pass a dict[str, int].
@@ -29,10 +29,10 @@ class Request:
 
     With a deadline for its first token it is urgent from `urgent_s` on, until that token is out; without one, never.
 
-    `computed` counts the tokens whose KV exists (for a member of its tenant's decode group see `DecodeGroup`). `target`
-    is how many there must be before the next token comes out. `reserved_tokens` have KV blocks promised to them;
-    `billed_tokens` have been charged to limits on tokens, and are not when they are read once more. `payer` is charged
-    for the engine's time of that: who took its slot, where somebody did.
+    `computed` counts the tokens whose KV exists; of a request in `decoding`, those in round `joined`, which is -1 in
+    any other. `target` is how many there must be before the next token comes out. `reserved_tokens` have KV blocks
+    promised to them; `billed_tokens` have been charged to limits on tokens, and are not when they are read once more.
+    `payer` is charged for the engine's time of that: who took its slot, where somebody did.
     """
 
     __slots__ = (
@@ -72,7 +72,7 @@ class Request:
         self.phase = Phase.WAITING
         self.ticket = 0
         self.computed = 0
-        self.joined = 0
+        self.joined = -1
         self.target = prompt_tokens
         self.reserved_tokens = prompt_tokens
         self.billed_tokens = 0
@@ -85,9 +85,9 @@ class Request:
     @property
     def position(self) -> int:
         """How many tokens have been computed."""
-        if self.phase is Phase.DECODE and not self.is_paused:
-            return self.tenant.group.position(self)
-        return self.computed
+        if self.joined < 0:
+            return self.computed
+        return self.computed + self.tenant.decoding.rounds - self.joined
 
     @property
     def is_protected(self) -> bool:
@@ -116,6 +116,9 @@ class Tenant:
     `virtual_s` is its counter of fair service, in engine seconds per weight, `claim_s` how far it was behind the others
     when it waited last. `running` has the requests with a slot, `prefilling` those of them whose prompt is being read,
     in order of admission, `protected` those that must not be preempted any more.
+
+    What its decoding has cost and brought is in `virtual_s`, `usage` and `step_s` once it was settled, and in
+    `output_tokens`, `blocks` and `last_scheduled` once it was counted; before, they lag behind (see `decoding`).
     """
 
     __slots__ = (
@@ -123,7 +126,8 @@ class Tenant:
         "cached_tokens",
         "claim_s",
         "credit",
-        "group",
+        "decodes",
+        "decoding",
         "held_s",
         "held_since_s",
         "inverse_weight",
@@ -158,7 +162,7 @@ class Tenant:
         "weight",
     )
 
-    def __init__(self, row: int, block_tokens: int) -> None:
+    def __init__(self, row: int, decoding: Decoding) -> None:
         self.row = row
         self.weight = 1.0
         self.inverse_weight = 1.0
@@ -168,7 +172,8 @@ class Tenant:
         self.kv_blocks: int | None = None
         self.slots: int | None = None
         self.tokens_left: int | None = None
-        self.group = DecodeGroup(block_tokens)
+        self.decoding = decoding
+        self.decodes = Decodes(decoding.block_tokens)
         self.queue = TenantQueue()
         self.queued = 0
         self.paused_waiting = 0
@@ -196,6 +201,14 @@ class Tenant:
         self.started = 0
         self.start_rate = 0.0
         self.started_at_s = 0.0
+
+    def settle(self) -> float:
+        """Charge it for what its decoding has cost so far; returns that, in seconds."""
+        return self.decoding.settle(self)
+
+    def count(self) -> None:
+        """Count what its decoding has brought so far."""
+        self.decoding.count(self)
 
     @property
     def has_work(self) -> bool:

@@ -40,8 +40,10 @@ class TenantQueue:
     def head(self, now_s: float) -> Request | None:
         """Return the request whose turn is first; None when nobody waits."""
         first = self._by_order.first()
-        soon = self._by_urgency.first() if self._by_urgency else None
-        if first is None or soon is None or not soon.is_near(now_s) or soon.priority < first.priority:
+        if first is None or not self._by_urgency.entries:
+            return first
+        soon = self._by_urgency.first()
+        if soon is None or not soon.is_near(now_s) or soon.priority < first.priority:
             return first
         return first if self._has_passed and first.queued_s < now_s - PATIENCE_S else soon
 
@@ -62,27 +64,27 @@ _Entry: TypeAlias = "tuple[float, int, Request]"
 class _Heap:
     """Requests by a time, and their tickets."""
 
-    __slots__ = ("_entries", "_most")
+    __slots__ = ("_most", "entries")
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
+        self.entries: list[_Entry] = []
         self._most = _SPARE_ENTRIES
 
     def push(self, at_s: float, request: Request) -> None:
-        heapq.heappush(self._entries, (at_s, request.ticket, request))
-        if len(self._entries) > self._most:
-            self._entries = [entry for entry in self._entries if entry[1] == entry[2].ticket]
-            heapq.heapify(self._entries)
-            self._most = 2 * len(self._entries) + _SPARE_ENTRIES
+        heapq.heappush(self.entries, (at_s, request.ticket, request))
+        if len(self.entries) > self._most:
+            self.entries = [entry for entry in self.entries if entry[1] == entry[2].ticket]
+            heapq.heapify(self.entries)
+            self._most = 2 * len(self.entries) + _SPARE_ENTRIES
 
     def first(self) -> Request | None:
-        entries = self._entries
-        while entries and entries[0][1] != entries[0][2].ticket:
+        entries = self.entries
+        while entries:
+            _, ticket, request = entries[0]
+            if ticket == request.ticket:
+                return request
             heapq.heappop(entries)
-        return entries[0][2] if entries else None
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        return None
 
     def clear(self) -> None:
-        self._entries.clear()
+        self.entries.clear()

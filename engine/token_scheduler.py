@@ -16,10 +16,11 @@ from seedance.engine.request import NOT_URGENT, Urgency
 from seedance.engine.scheduling import PolicySettings, Step, TenantStatistics
 from seedance.engine.states import Key
 
-_TELL_EVERY_S: Final = 0.1
+_BEAT_EVERY_S: Final = 0.1
+_TELL_EVERY_S: Final = 0.5
 _TELL_ONE_S: Final = 300e-6
 """A hundred times what it takes to tell of one tenant, so that it never is more than a percent."""
-_BEAT_S: Final = 1.0
+_REST_S: Final = 1.0
 _NONE: Final[Mapping[Key, int]] = MappingProxyType({})
 
 
@@ -37,7 +38,7 @@ class TokenScheduler:
         self._pause_changes = self._pauses_looked_at = 0
         self._leaving: set[int] = set()
         self._told: dict[int, TenantStatistics] = {}
-        self._tell_at_s = now_s
+        self._tell_at_s = self._beat_at_s = now_s
         self._steps = 0
         self._step_s = 0.0
         self._ended_s = now_s
@@ -115,6 +116,8 @@ class TokenScheduler:
         self._ended_s = now_s
         if now_s >= self._tell_at_s:
             self.tell(now_s)
+        elif now_s >= self._beat_at_s:
+            self._beat(now_s)
 
     def wake_at(self, now_s: float) -> float | None:
         """Return when a step can do something; see `Policy.wake_at`."""
@@ -125,7 +128,7 @@ class TokenScheduler:
         """Return how long the engine may sleep at most: until something is to be told, or the next sign of life."""
         if now_s >= self._tell_at_s:
             self.tell(now_s)
-            return _BEAT_S
+            return _REST_S
         return self._tell_at_s - now_s
 
     def tell(self, now_s: float) -> None:
@@ -140,8 +143,12 @@ class TokenScheduler:
             if self._told.get(row) != entry:
                 self._told[row] = entry
                 self._ledger.set_statistics(row, entry)
-        self._ledger.set_engine(EngineRecord(beat_s=now_s, steps=self._steps, step_s=self._step_s))
+        self._beat(now_s)
         self._tell_at_s = now_s + max(_TELL_EVERY_S, _TELL_ONE_S * len(statistics))
+
+    def _beat(self, now_s: float) -> None:
+        self._ledger.set_engine(EngineRecord(beat_s=now_s, steps=self._steps, step_s=self._step_s))
+        self._beat_at_s = now_s + _BEAT_EVERY_S
 
     # -- the ledger ---------------------------------------------------------------------------------------------------
 

@@ -211,6 +211,26 @@ def test_twenty_parallel_streams_overdraw_by_one_step_at_most(fast: Daemon) -> N
     assert answer["usage"]["total_tokens"] == used.prompt_tokens + used.output_tokens
 
 
+def test_twenty_parallel_requests_overdraw_by_one_step_at_most(fast: Daemon) -> None:
+    limit(fast, "requests", "[tokens]\nper_minute = 1000\n")
+
+    def sse(_: int) -> tuple[str, int]:
+        response = complete(fast, "requests", stream=True, max_tokens=1000)
+        assert response.status == 200
+        last = events(response.body)[-1]
+        return last["choices"][0]["finish_reason"], last["usage"]["total_tokens"]
+
+    answers = at_once(20, sse)
+    used = fast.tenant("requests").used
+    assert [reason for reason, _ in answers] == ["quota_exceeded"] * 20
+    total = used.prompt_tokens + used.output_tokens
+    assert 1000 <= total <= 1020
+    assert sum(tokens for _, tokens in answers) == total
+    counted = fast.tenant("requests").engine
+    assert counted is not None
+    assert (counted.running, counted.waiting, counted.kv_blocks) == (0, 0, 0)
+
+
 def test_a_prompt_that_is_over_what_is_left_is_refused_unused(daemon: Daemon) -> None:
     limit(daemon, "hundred", "[tokens]\nper_minute = 100\n")
     refused = complete(daemon, "hundred", prompt=[300] * 101)

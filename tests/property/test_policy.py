@@ -325,7 +325,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert tenant.queued + tenant.paused_waiting == sum(not stream.is_running for stream in own)
             assert len(tenant.running) == sum(stream.is_running for stream in own)
             if tenant.kv_blocks is not None and self.limits[row].kv_share is not None and not self.in_flight:
-                waiting = [r for _, ticket, r in tenant.queue._by_order._entries if ticket == r.ticket]
+                waiting = [r for _, ticket, r in tenant.queue._by_order.entries if ticket == r.ticket]
                 assert len(waiting) == tenant.queued
 
     @invariant()
@@ -362,7 +362,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not roster.prefilling
         assert not roster.counters.waiting
         assert (roster.active, roster.active_weight) == (0, 0.0)
-        assert all(tenant.blocks == tenant.group.size == tenant.queued == 0 for tenant in roster.tenants.values())
+        assert all(tenant.blocks == tenant.decodes.size == tenant.queued == 0 for tenant in roster.tenants.values())
 
 
 TestEngine = pytest.mark.property(EngineMachine.TestCase)

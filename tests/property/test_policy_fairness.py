@@ -71,6 +71,8 @@ class Watch:
         self.simulation: Simulation | None = None
 
     def look(self, _number: int) -> float:
+        for tenant in self.roster.tenants.values():
+            tenant.settle()
         self.drift()
         self.waits()
         return 1.0

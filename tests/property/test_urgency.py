@@ -9,6 +9,7 @@ from support.workloads import PRICES
 from support.workloads import settings as engine_settings
 
 from seedance.engine.cost import CostModel
+from seedance.engine.decoding import Decoding
 from seedance.engine.policy import Policy
 from seedance.engine.preemption import victim_for_slot
 from seedance.engine.scheduling import TenantLimits
@@ -52,7 +53,8 @@ running = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0
 def test_who_yields_is_of_the_lowest_class_and_of_a_lower_one(
     limits: list[TenantLimits], running: list[tuple[int, int, int]], urgent: int
 ) -> None:
-    known = [Tenant(row, 16) for row in range(4)]
+    decoding = Decoding(16)
+    known = [Tenant(row, decoding) for row in range(4)]
     for tenant, limit in zip(known, limits, strict=True):
         tenant.weight, tenant.priority = limit.weight, limit.priority
 

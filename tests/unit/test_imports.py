@@ -24,7 +24,7 @@ PURE: Final = (
     "seedance.daemon.protocol", "seedance.daemon.session_log",
     "seedance.engine.accounting", "seedance.engine.admission",
     "seedance.engine.bucket", "seedance.engine.canary", "seedance.engine.cost",
-    "seedance.engine.decode_group",
+    "seedance.engine.decoding",
     "seedance.engine.fairness", "seedance.engine.model_load", "seedance.engine.model_shapes",
     "seedance.engine.planner", "seedance.engine.policy", "seedance.engine.preemption", "seedance.engine.request",
     "seedance.engine.roster", "seedance.engine.safetensors", "seedance.engine.scheduling",

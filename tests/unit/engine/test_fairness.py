@@ -13,10 +13,14 @@ class Counted:
         self.claim_s = 0.0
         self.inverse_weight = 1.0
         self.usage = 0.0
+        self.owed_s = 0.0
+
+    def settle(self) -> None:
+        self.virtual_s, self.owed_s = self.virtual_s + self.owed_s, 0.0
 
 
 def test_who_begins_to_wait_is_lifted_to_the_least_of_those_who_do() -> None:
-    counters: VirtualCounters[Counted] = VirtualCounters()
+    counters: VirtualCounters[Counted] = VirtualCounters(Counted.settle)
     first, second, third = Counted(5.0), Counted(9.0), Counted(1.0)
     for tenant in (first, second, third):
         counters.enter(tenant)
@@ -24,7 +28,7 @@ def test_who_begins_to_wait_is_lifted_to_the_least_of_those_who_do() -> None:
 
 
 def test_where_nobody_waits_it_is_lifted_to_who_did_last() -> None:
-    counters: VirtualCounters[Counted] = VirtualCounters()
+    counters: VirtualCounters[Counted] = VirtualCounters(Counted.settle)
     first, second = Counted(5.0), Counted(1.0)
     counters.enter(first)
     counters.leave(first)
@@ -34,7 +38,7 @@ def test_where_nobody_waits_it_is_lifted_to_who_did_last() -> None:
 
 
 def test_what_it_was_behind_when_it_stopped_waiting_it_may_be_behind_again() -> None:
-    counters: VirtualCounters[Counted] = VirtualCounters()
+    counters: VirtualCounters[Counted] = VirtualCounters(Counted.settle)
     ahead, behind = Counted(5.0), Counted(5.0)
     counters.enter(ahead)
     counters.enter(behind)
@@ -51,7 +55,7 @@ def test_what_it_was_behind_when_it_stopped_waiting_it_may_be_behind_again() -> 
 
 
 def test_who_is_ahead_is_not_set_back_and_who_waits_is_not_lifted_again() -> None:
-    counters: VirtualCounters[Counted] = VirtualCounters()
+    counters: VirtualCounters[Counted] = VirtualCounters(Counted.settle)
     ahead, behind = Counted(5.0), Counted(1.0)
     counters.enter(behind)
     counters.enter(ahead)
@@ -62,32 +66,56 @@ def test_who_is_ahead_is_not_set_back_and_who_waits_is_not_lifted_again() -> Non
     assert set(counters.waiting) == {ahead, behind}
 
 
+def test_counters_that_lag_behind_are_brought_up_to_date_where_they_count() -> None:
+    counters: VirtualCounters[Counted] = VirtualCounters(Counted.settle)
+    first, second, third, last = Counted(1.0), Counted(2.0), Counted(9.0), Counted(0.0)
+    counters.enter(first)
+    counters.enter(second)
+    counters.enter(third)
+    first.owed_s, second.owed_s, third.owed_s = 6.0, 1.0, 1.0
+    counters.enter(last)
+    assert last.virtual_s == 3.0
+    assert third.owed_s == 1.0, "it is ahead anyway, and was left alone"
+    last.owed_s = 0.5
+    for tenant in (first, second, third, last):
+        counters.leave(tenant)
+    last.owed_s = 2.0
+    newcomer = Counted()
+    counters.enter(newcomer)
+    assert newcomer.virtual_s == 5.5
+
+
 def test_usage_is_the_part_of_the_time_that_a_tenant_had() -> None:
     tenant = Counted()
     usage = Usage(2.0, 0.0)
     now_s = 0.0
     for _ in range(20_000):
         now_s += 0.01
-        scale = usage.set_time(now_s, [tenant])
+        scale = usage.set_time(now_s)
+        if usage.is_due:
+            usage.begin_anew(now_s, [tenant])
+            scale = 1.0
         tenant.usage += 0.003 * scale
     assert usage.fraction(tenant) == pytest.approx(0.3, rel=0.01)
     assert tenant.usage < usage.usage(0.35)
-    usage.set_time(now_s + 20.0, [tenant])
+    usage.set_time(now_s + 20.0)
     assert usage.fraction(tenant) < 1e-4
 
 
 def test_usage_survives_years_of_silence() -> None:
     tenant = Counted()
     usage = Usage(2.0, 0.0)
-    tenant.usage = usage.set_time(1.0, [tenant])
-    usage.set_time(1e9, [tenant])
+    tenant.usage = usage.set_time(1.0)
+    usage.set_time(1e9)
+    assert usage.is_due
+    usage.begin_anew(1e9, [tenant])
     assert usage.fraction(tenant) < 1e-9
-    tenant.usage = usage.set_time(1e9 + 1, [tenant])
+    tenant.usage = usage.set_time(1e9 + 1)
     assert usage.fraction(tenant) == pytest.approx(0.5, rel=0.01)
 
 
 def test_who_was_held_claims_nothing() -> None:
-    counters: VirtualCounters[Counted] = VirtualCounters()
+    counters: VirtualCounters[Counted] = VirtualCounters(Counted.settle)
     held, other = Counted(), Counted()
     counters.enter(held)
     counters.enter(other)

@@ -20,7 +20,7 @@ class Cast:
 
     def tenant(self, weight: float) -> Tenant:
         row = len(self.roster.tenants) + 1
-        tenant = self.roster.tenants[row] = Tenant(row, 16)
+        tenant = self.roster.tenants[row] = Tenant(row, self.roster.decoding)
         tenant.weight = weight
         return tenant
 

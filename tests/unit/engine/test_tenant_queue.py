@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from seedance.engine.decoding import Decoding
 from seedance.engine.states import Request, Tenant
 from seedance.engine.tenant_queue import _SPARE_ENTRIES, PATIENCE_S, TenantQueue
 
@@ -13,7 +14,7 @@ class Line:
 
     def __init__(self) -> None:
         self.queue = TenantQueue()
-        self.tenant = Tenant(1, 16)
+        self.tenant = Tenant(1, Decoding(16))
         self.tickets = 0
 
     def push(self, name: str, came_s: float, *, urgent_s: float | None = None, priority: int = 0) -> Request:
@@ -98,5 +99,5 @@ def test_those_who_have_left_take_no_room(urgent_s: float) -> None:
     for number in range(1000):
         line.push(str(number), 1.0, urgent_s=urgent_s).ticket = 0
     for heap in (line.queue._by_order, line.queue._by_urgency):
-        assert len(heap._entries) <= _SPARE_ENTRIES + 4
+        assert len(heap.entries) <= _SPARE_ENTRIES + 4
     assert line.take_all(2.0) == ["stays"]

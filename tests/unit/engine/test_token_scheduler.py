@@ -141,10 +141,13 @@ def test_steps_tell_by_themselves_and_rest_tells_what_is_left(engine: Engine) ->
     engine.submit("a", 3, 1)
     for _ in range(15):
         engine.step()
+    beat_s = engine.now_s
     assert engine.ledger.statistics(3) is not None
-    engine.step()
+    while (record := engine.ledger.engine()) is None or record.beat_s < beat_s:
+        engine.step()
+    assert engine.now_s - beat_s < 0.15, "a sign of life comes more often than statistics"
     left_s = engine.scheduler.rest(engine.now_s)
-    assert 0 < left_s < 0.2
+    assert 0 < left_s < 0.5
     assert engine.scheduler.rest(engine.now_s + left_s) == 1.0
     assert engine.ledger.statistics(3) == engine.told(3)
 
