@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from seedance.engine.ledger import STREAMS, Ledger
 from seedance.engine.packets import PacketSocket, pair
 from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, TenantContext, Urgency
 from seedance.engine.settings import EngineSettings, FailoverSettings
+from seedance.engine.vllm_control import LeftCore
 from seedance.errors import EngineDead, EngineError
 from seedance.qos.gpu import GpuPart
 
@@ -65,6 +66,7 @@ class FakeAdapter:
         self.statistics_never_come = False
         self.events: EngineEvents
         self.core_pid: int | None = None
+        self.unclaimed: Collection[int] = ()
 
     async def start(self, events: EngineEvents) -> ModelInfo:
         self.events = events
@@ -82,12 +84,16 @@ class FakeAdapter:
         sampling: Sampling,
         urgency: Urgency = NOT_URGENT,
         emitted_token_ids: Sequence[int] = (),
+        claim: str = "",
     ) -> None:
         if self.refuse is not None:
             raise self.refuse
         self.urgencies.append(urgency)
         self.emitted.append(list(emitted_token_ids))
         self.submitted.append((key, tenant.name, list(prompt_token_ids), sampling))
+
+    def claim(self, claim: str, emitted_token_ids: Sequence[int]) -> Output | None:
+        return None
 
     def abort(self, keys: Sequence[int]) -> None:
         self.aborted += keys
@@ -121,7 +127,10 @@ class FakeSource:
         self.created: list[EngineSettings] = []
         self.stopped = 0
 
-    def create(self, settings: EngineSettings, ledger: Ledger) -> EngineAdapter:
+    async def left(self, settings: EngineSettings, most: int) -> Sequence[LeftCore]:
+        return ()
+
+    def create(self, settings: EngineSettings, ledger: Ledger, left: LeftCore | None = None) -> EngineAdapter:
         self.created.append(settings)
         return self.adapters.pop(0) if len(self.adapters) > 1 else self.adapters[0]
 
