@@ -196,12 +196,16 @@ class VllmAdapter:
             raise EngineDead(f"it does not answer its new host within {_ANSWER_S:g} s") from exc
         finally:
             self._calls.pop(number, None)
+        logger.info("the engine went on with %d generations when its host had died", len(self._unclaimed.keys))
         self._loop.call_later(CLAIM_S, self._end_unclaimed)
         self._change(EngineState.READY, serving.figures)
         return serving.model
 
     def _end_unclaimed(self) -> None:
-        self.abort(self._unclaimed.give_up())
+        keys = self._unclaimed.give_up()
+        if keys:
+            logger.info("ending %d generations that nobody has asked for since", len(keys))
+            self.abort(keys)
 
     def _open_sockets(self) -> tuple[str, str]:
         self._context = self._context or zmq.Context()
