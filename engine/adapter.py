@@ -93,6 +93,9 @@ class EngineAdapter(Protocol):
     async def start(self, events: EngineEvents) -> ModelInfo:
         """Bring the engine up, warm; return once it can serve. Raises EngineDead when it cannot."""
 
+    def remember(self, model: ModelInfo) -> None:
+        """Take note of the model that it serves as the next host is to know it."""
+
     def submit(
         self,
         key: int,

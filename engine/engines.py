@@ -224,6 +224,7 @@ class Engines:
         engine.role = Role.TRIAL
         engine.ready_s = self._loop.time()
         engine.model = await self._names.named(engine.model)
+        engine.adapter.remember(engine.model)
         if engine.role is not Role.TRIAL:
             raise EngineDead("cannot use the engine: it died when it had just come up")
         return engine

@@ -306,6 +306,9 @@ class SyntheticAdapter:
             tokens=f"synthetic {tokenizer_dir}".rstrip(),
         )
 
+    def remember(self, model: ModelInfo) -> None:
+        """It ends with its host."""
+
     def submit(
         self,
         key: int,

@@ -88,6 +88,8 @@ class VllmAdapter:
         self._settings = settings
         self._left = left
         self._unclaimed = Survivors()
+        self._facts: ModelFacts | None = None
+        self._figures = ""
         self.log_path = self._server.log_path
         self.core_pid: int | None = None
         self._state = EngineState.STOPPED
@@ -157,13 +159,14 @@ class VllmAdapter:
         facts, figures = await self._warm_up(facts)
         self._connection = wire.CoreConnection(facts)
         eos_ids = [*([] if facts.eos_token_id is None else [facts.eos_token_id]), *facts.generation_eos_ids]
-        text = (
+        self._facts, self._figures = (
+            facts,
             f"'{self._settings.name}' on vLLM {ready.vllm_version}, {ready.dtype}: "
             f"{figures.weight_bytes / _MIB:.1f} MiB of weights, {figures.kv_bytes / _MIB:.1f} MiB of KV cache reserved "
-            f"in {figures.kv_blocks_total} blocks of {ready.block_size} tokens"
+            f"in {figures.kv_blocks_total} blocks of {ready.block_size} tokens",
         )
-        self._change(EngineState.READY, text)
-        model = ModelInfo(
+        self._change(EngineState.READY, self._figures)
+        return ModelInfo(
             name=self._settings.name,
             tokenizer_dir=resolved.model_dir,
             max_model_len=facts.max_model_len,
@@ -172,8 +175,6 @@ class VllmAdapter:
             created=int(time.time()),
             engine="vllm",
         )
-        self._server.serves(control.Serving(self._launch, model, facts, text))
-        return model
 
     async def _go_on(self, left: control.LeftCore) -> ModelInfo:
         """Speak to a core that a host left; what it goes on with can be claimed for a while."""
@@ -183,6 +184,7 @@ class VllmAdapter:
         self._server.adopt(self._launch, self)
         self.core_pid = left.pid
         self._open_sockets()
+        self._facts, self._figures = serving.facts, serving.figures
         self._connection = wire.CoreConnection(serving.facts, self._server.hosts)
         self._unclaimed = self._connection.survivors
         number, frames = self._connection.survey()
@@ -198,8 +200,13 @@ class VllmAdapter:
             self._calls.pop(number, None)
         logger.info("the engine went on with %d generations when its host had died", len(self._unclaimed.keys))
         self._loop.call_later(CLAIM_S, self._end_unclaimed)
-        self._change(EngineState.READY, serving.figures)
+        self._change(EngineState.READY, self._figures)
         return serving.model
+
+    def remember(self, model: ModelInfo) -> None:
+        """Have the fork server tell the next host what this core serves."""
+        if self._facts is not None:
+            self._server.serves(control.Serving(self._launch, model, self._facts, self._figures))
 
     def _end_unclaimed(self) -> None:
         keys = self._unclaimed.give_up()

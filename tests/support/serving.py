@@ -186,7 +186,7 @@ def children(parent: int) -> list[int]:
 
 
 def engine_core(daemon: Daemon) -> int:
-    """Return the EngineCore: the child of the fork server, which is the engine host's, or when that died its parent's."""
+    """Return the EngineCore: the child of the fork server, whose parent is the engine host, or else the supervisor."""
     nearest = [*children(daemon.child("engine host").pid), *children(daemon.pid)]
     (zygote,) = (pid for pid in nearest if b"vllm_zygote" in Path(f"/proc/{pid}/cmdline").read_bytes())
     (core,) = children(zygote)

@@ -95,6 +95,9 @@ class FakeAdapter:
     def claim(self, claim: str, emitted_token_ids: Sequence[int]) -> Output | None:
         return None
 
+    def remember(self, model: ModelInfo) -> None:
+        pass
+
     def abort(self, keys: Sequence[int]) -> None:
         self.aborted += keys
 
