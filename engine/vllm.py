@@ -17,7 +17,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -32,12 +31,12 @@ from seedance.engine.survivors import Survivors
 from seedance.engine.vllm_control import VllmSettings
 from seedance.engine.vllm_fork_server import ForkServer
 from seedance.engine.vllm_sampling import ModelFacts
+from seedance.engine.vllm_sockets import CoreSockets
 from seedance.engine.vllm_warm_up import warm_up_rounds
 from seedance.errors import EngineDead, LocalProtocolError
 
 __all__ = ["VllmAdapter", "VllmSettings", "core_settings"]
 
-_MESSAGES_PER_WAKEUP: Final = 64
 _WARM_UP_TENANT: Final = TenantContext(name="", scheduling_class="", cache_salt="warm-up")
 _LAST_ROUNDS: Final = 4
 _ANSWER_S: Final = 10.0
@@ -45,10 +44,6 @@ _CONNECT_S: Final = 0.005
 CLAIM_S: Final = 5.0
 """So long workers have, which are at hand, to ask for what an engine went on with."""
 _MIB: Final = 1 << 20
-# As plain numbers: zmq's enumerations cost more than what is done with them.
-_NOBLOCK: Final = int(zmq.NOBLOCK)
-_EVENTS: Final = int(zmq.EVENTS)
-_POLLIN: Final = int(zmq.POLLIN)
 
 logger = logging.getLogger(__name__)
 N = TypeVar("N")
@@ -95,7 +90,7 @@ class VllmAdapter:
         self._state = EngineState.STOPPED
         self._launch = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
+        self._sockets: CoreSockets | None = None
         self._connection: wire.CoreConnection | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._death: EngineDead | None = None
@@ -152,7 +147,7 @@ class VllmAdapter:
         settings = core_settings(self._settings, self._server)  # a wrong path is told now, not after vLLM's import
         await self._server.ready()
         self._launch = self._server.admit(self)
-        self._server.launch(self._launch, settings, self._open_sockets(), self._ledger.engine_row)
+        self._server.launch(self._launch, settings, self._open_sockets().addresses, self._ledger.engine_row)
         resolved = await self._news_of(control.Resolved)
         ready = await self._news_of(wire.Ready)
         facts = msgspec.structs.replace(resolved.facts, max_model_len=ready.max_model_len)
@@ -214,20 +209,11 @@ class VllmAdapter:
             logger.info("ending %d generations that nobody has asked for since", len(keys))
             self.abort(keys)
 
-    def _open_sockets(self) -> tuple[str, str]:
+    def _open_sockets(self) -> CoreSockets:
         self._context = self._context or zmq.Context()
-        addresses = tuple("ipc://" + self._server.socket_path(self._launch, end) for end in ("in", "out"))
-        requests, outputs = self._context.socket(zmq.ROUTER), self._context.socket(zmq.PULL)
-        self._sockets = requests, outputs
-        requests.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        for end, address in zip(self._sockets, addresses, strict=True):
-            end.setsockopt(zmq.LINGER, 0)
-            end.setsockopt(zmq.SNDHWM, 0)
-            end.setsockopt(zmq.RCVHWM, 0)
-            end.bind(address)
-        self._loop.add_reader(requests.fileno(), self._ready_arrived)
-        self._loop.add_reader(outputs.fileno(), self._outputs_arrived)
-        return addresses[0], addresses[1]
+        paths = self._server.socket_path(self._launch, "in"), self._server.socket_path(self._launch, "out")
+        self._sockets = CoreSockets(self._context, paths, self._core_ready, self._message_arrived)
+        return self._sockets
 
     async def _warm_up(self, facts: ModelFacts) -> tuple[ModelFacts, control.CoreStatistics]:
         """Run real requests, so that no first user pays for what happens once; drop what they left in the cache.
@@ -340,30 +326,9 @@ class VllmAdapter:
 
     def _send(self, frames: wire.Frames) -> bool:
         """Send a request; when the core has just died nobody takes it, and news of the death is on its way."""
-        if self._sockets is None:
-            return False
-        try:
-            self._sockets[0].send_multipart(frames, _NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
+        return self._sockets is not None and self._sockets.send(frames)
 
     # News
-
-    def _outputs_arrived(self) -> None:
-        """Take what the core has sent; a zmq descriptor reports once, so take all or come back."""
-        for _ in range(_MESSAGES_PER_WAKEUP):
-            if self._sockets is None:
-                return
-            outputs = self._sockets[1]
-            try:
-                frames = outputs.recv_multipart(_NOBLOCK)
-            except zmq.Again:
-                return
-            self._message_arrived(frames)
-            if outputs.closed or not int(outputs.get(_EVENTS)) & _POLLIN:  # cheaper than another recv that raises
-                return
-        self._loop.call_soon(self._outputs_arrived)
 
     def _message_arrived(self, frames: Sequence[bytes]) -> None:
         assert self._connection is not None
@@ -397,11 +362,8 @@ class VllmAdapter:
         else:
             answer.set_result(reply.result[1])
 
-    def _ready_arrived(self) -> None:
-        with contextlib.suppress(zmq.Again):
-            while self._sockets is not None:
-                _, payload = self._sockets[0].recv_multipart(_NOBLOCK)
-                self._news.put_nowait(msgspec.msgpack.decode(payload, type=wire.Ready))
+    def _core_ready(self, payload: bytes) -> None:
+        self._news.put_nowait(msgspec.msgpack.decode(payload, type=wire.Ready))
 
     def core_launched(self, pid: int) -> None:
         """Take the process's number."""
@@ -434,9 +396,11 @@ class VllmAdapter:
 
     def _take_rest(self) -> None:
         """Take what an engine had sent before its end."""
-        with contextlib.suppress(zmq.ZMQError, msgspec.DecodeError, ValueError, TypeError, LookupError):
-            while self._sockets is not None and self._connection is not None:
-                outputs, _, _ = self._connection.receive(self._sockets[1].recv_multipart(_NOBLOCK))
+        if self._sockets is None or self._connection is None:
+            return
+        with contextlib.suppress(msgspec.DecodeError, ValueError, TypeError, LookupError):
+            for frames in self._sockets.rest():
+                outputs, _, _ = self._connection.receive(frames)
                 outputs = self._unclaimed.take(outputs)
                 if outputs:
                     self._events.step_completed(outputs)
@@ -456,12 +420,9 @@ class VllmAdapter:
 
     def _close_connection(self) -> None:
         self._connection = None
-        for end in self._sockets or ():
-            self._loop.remove_reader(end.fileno())
-            end.close(linger=0)
-        self._sockets = None
-        for direction in ("in", "out"):
-            Path(self._server.socket_path(self._launch, direction)).unlink(missing_ok=True)
+        if self._sockets is not None:
+            self._sockets.close()
+            self._sockets = None
 
     def _change(self, state: EngineState, detail: str) -> None:
         self._state = state

@@ -732,10 +732,21 @@ async def test_host_goes_on_with_the_engines_of_the_last_one() -> None:
         ledger = Ledger.create()
         ledger.choose(3)
         ledger.set_limits(1, TenantLimits())
-        counters = dict.fromkeys(("step_s", "held_s", "queue_s"), 0.0)
-        names = ("prompt_tokens", "cached_tokens", "output_tokens", "preemptions", "recomputed_tokens", "started")
-        present = {"running": 7, "waiting": 0, "kv_blocks": 0, "is_held": False}
-        told = TenantStatistics(**counters, **dict.fromkeys(names, 0), **present)
+        told = TenantStatistics(
+            step_s=1.5,
+            prompt_tokens=1,
+            cached_tokens=0,
+            output_tokens=2,
+            held_s=0.0,
+            preemptions=0,
+            recomputed_tokens=0,
+            queue_s=0.0,
+            started=1,
+            running=1,
+            waiting=0,
+            kv_blocks=3,
+            is_held=False,
+        )
         ledger.set_statistics(1, told)
         active, standby = FakeAdapter(), FakeAdapter()
         it.start(active, standby, left=[3, 5], standby=True, ledger=ledger)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -79,7 +80,12 @@ def test_fork_servers_are_the_same_if_they_would_be_started_alike_on_the_same_le
     other_model = msgspec.structs.replace(settings, model=str(tmp_path / "other"), name="n", kv_bytes=7)
     identity = identity_of(settings, ledger)
     assert identity_of(other_model, ledger) == identity
-    differing = [{"threads": 2}, {"python": "/p"}, {"enforce_eager": False}, {"gpu": GpuPart(device="1")}]
+    differing: list[dict[str, Any]] = [
+        {"threads": 2},
+        {"python": "/p"},
+        {"enforce_eager": False},
+        {"gpu": GpuPart(device="1")},
+    ]
     for change in (*differing, {"cache_dir": "/c"}, {"model": "org/model"}):
         assert identity_of(msgspec.structs.replace(settings, **change), ledger) != identity
     assert identity_of(settings, another) != identity
