@@ -181,6 +181,7 @@ class Engines:
             self._watches.append(self._loop.create_task(self._watch_memory(watermark, self._gpu)))
         self._fallback: asyncio.Task[None] | None = None
         self._is_replacing = False
+        self._is_frozen = False
         self._names = TokenNames()
 
     # -- what a host does with them -----------------------------------------------------------------------------------
@@ -241,8 +242,11 @@ class Engines:
         self._recovers = False
         if not engine.was_left or engine.row != self._ledger.active_row:  # else it has been active all the time
             self._ledger.choose(engine.row)
-        gc.collect()
-        gc.freeze()
+        if not self._is_frozen:  # once, at the start: it would hold up streams
+            self._is_frozen = True
+            if not engine.was_left:
+                gc.collect()
+            gc.freeze()
         self._owner.state_changed(EngineState.READY, engine.figures, note)
         self._owner.engine_takes(engine)
         self._changed.set()

@@ -1,9 +1,9 @@
 """The fork server and its adapters without vLLM: what a forked process does is to sleep.
 
-`python -m support.vllm_zygote first ADDRESS` starts a fork server that the next adapter finds at the address, and obeys
-its standard input: a line "stop" is passed on as Stop, "kill 1" as Kill, "launch 1" as Launch, and what the fork server
-says then is printed as JSON. "serving 1" is passed on as Serving, and answered by nobody. With `next` in the place of
-`first` it takes over the fork server that is there, and prints what that says of itself first.
+`python -m support.vllm_zygote first ADDRESS IDENTITY` starts a fork server that the next adapter finds at the address,
+and obeys its standard input: a line "stop" is passed on as Stop, "kill 1" as Kill, "launch 1" as Launch, and what the
+fork server says then is printed as JSON. "serving 1" is passed on as Serving, and answered by nobody. With `next` in
+the place of `first` it takes over the fork server that is there, and prints what that says of itself first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def sleep(_: socket.socket, __: control.Launch) -> int:
     return 0
 
 
-def be_zygote(control_fd: int, listen_fd: int, adapter_pid: int, keeper_pid: int) -> None:
+def be_zygote(identity: str, control_fd: int, listen_fd: int, adapter_pid: int, keeper_pid: int) -> None:
     """Serve as `vllm_zygote` does, less the import; what is forked ignores SIGTERM from its first moment."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     listener = socket.socket(fileno=listen_fd)
@@ -51,7 +51,7 @@ def be_zygote(control_fd: int, listen_fd: int, adapter_pid: int, keeper_pid: int
         adapter_pid,
         sleep,
         listener=listener,
-        identity="me",
+        identity=identity,
         keeper_pid=keeper_pid,
         stop_grace_s=0.1,
         orphan_s=ORPHAN_S,
@@ -63,20 +63,20 @@ def say(**said: Any) -> None:
     sys.stdout.flush()
 
 
-def begin(address: str) -> tuple[socket.socket, int]:
+def begin(address: str, identity: str) -> tuple[socket.socket, int]:
     """Start a fork server; returns the link to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, listener:
         listener.bind(address)
         fds = [theirs.fileno(), listener.fileno()]
-        words = [*map(str, fds), str(os.getpid()), str(os.getppid())]
+        words = [identity, *map(str, fds), str(os.getpid()), str(os.getppid())]
         command = [sys.executable, "-m", "support.vllm_zygote", "zygote", *words]
         zygote = subprocess.Popen(command, pass_fds=fds, stdout=subprocess.DEVNULL)
     return ours, zygote.pid
 
 
-def take_over(address: str) -> tuple[socket.socket, int]:
+def take_over(address: str, _: str) -> tuple[socket.socket, int]:
     """Connect to the fork server that is there; returns the link to it, and prints what it says."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(address)
@@ -112,6 +112,6 @@ def be_adapter(ours: socket.socket, zygote: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "zygote":
-        be_zygote(*map(int, sys.argv[2:]))
+        be_zygote(sys.argv[2], *map(int, sys.argv[3:]))
     else:
-        be_adapter(*(begin if sys.argv[1] == "first" else take_over)(sys.argv[2]))
+        be_adapter(*(begin if sys.argv[1] == "first" else take_over)(*sys.argv[2:]))

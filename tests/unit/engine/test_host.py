@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
@@ -406,6 +407,29 @@ async def test_starts_of_a_standby_that_fail_do_not_hold_up_the_engine_that_is_n
         first.die("killed")
         await settle()
         assert it.states() == ["starting", "ready", "recovering", "ready"]
+
+
+@run
+async def test_no_stream_waits_for_the_collector_when_an_engine_takes_over() -> None:
+    collected: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        collected.append(phase)
+
+    async with scene(start=False) as it:
+        first = FakeAdapter()
+        it.start(first, FakeAdapter(), standby=True)
+        await asyncio.sleep(5)
+        gc.disable()
+        gc.callbacks.append(note)
+        try:
+            first.die("killed")
+            await settle()
+        finally:
+            gc.callbacks.remove(note)
+            gc.enable()
+        assert it.states()[-1] == "ready"
+        assert collected == []
 
 
 @run
