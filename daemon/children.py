@@ -1,6 +1,6 @@
 """The supervisor's child processes: started with a link, watched, started again with growing pauses.
 
-A child is the same Python with another module. It finds its link to the supervisor as descriptor `links.LINK_FD`,
+A child is the same Python with another module. It finds its link to the supervisor as descriptor `process.LINK_FD`,
 has a process group of its own (so that Ctrl-C at a terminal reaches only the supervisor) and exits when the link
 closes. It is started by posix_spawn, which inherits nothing but standard error and that link.
 """
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from seedance.daemon.links import LINK_FD
+from seedance.daemon.process import LINK_FD
 from seedance.engine.packets import PacketSocket, pair
 
 _log = logging.getLogger(__name__)

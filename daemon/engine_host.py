@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 
-from seedance.daemon.links import LINK_FD
-from seedance.daemon.process import SERVING_SLICE_S, begin, shorten_slice
+from seedance.daemon.process import LINK_FD, SERVING_SLICE_S, begin, shorten_slice
 from seedance.engine import host
 
 

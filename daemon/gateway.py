@@ -25,7 +25,6 @@ from seedance.daemon.keys import KeyTable, key_of
 from seedance.daemon.links import (
     GATEWAY_ORDERS,
     GATEWAY_REPORTS,
-    LINK_FD,
     MAX_HANDOVER_BYTES,
     EngineStatus,
     GatewayOrder,
@@ -47,7 +46,7 @@ from seedance.daemon.links import (
     WorkerWanted,
 )
 from seedance.daemon.privileges import Capability
-from seedance.daemon.process import SERVING_SLICE_S, begin, shorten_slice
+from seedance.daemon.process import LINK_FD, SERVING_SLICE_S, begin, shorten_slice
 from seedance.daemon.protocol.head import Limits, Request
 from seedance.daemon.protocol.response import Headers
 from seedance.daemon.ring.driver import Driver, Listener

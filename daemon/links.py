@@ -25,9 +25,7 @@ from seedance.engine.packets import Codec
 from seedance.qos.limiter import LimiterSnapshot, LimiterStatistics
 from seedance.qos.quota import Quota
 
-LINK_FD: Final = 3
 LAST_WORDS_S: Final = 0.3
-"""Where a spawned child finds its link to the supervisor."""
 
 KEYS_PER_MESSAGE: Final = 512
 """Tenants and keys go to the gateway in pieces, so that no packet meets the limit of `net.core.wmem_max`."""

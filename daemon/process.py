@@ -24,6 +24,8 @@ _NAME_BYTES: Final = 15
 _START_TICKS: Final = 19
 
 
+LINK_FD: Final = 3
+"""Where a spawned child finds its link to the supervisor."""
 SERVING_SLICE_S: Final = 100e-6
 """Of who serves everybody: the gateway and the engine host. It is the shortest that the kernel gives."""
 

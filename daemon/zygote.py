@@ -26,7 +26,6 @@ from collections.abc import Callable
 from typing import Final
 
 from seedance.daemon.links import (
-    LINK_FD,
     ZYGOTE_ORDERS,
     ZYGOTE_REPORTS,
     Exited,
@@ -40,7 +39,7 @@ from seedance.daemon.links import (
     ZygoteReport,
 )
 from seedance.daemon.logs import start_logging
-from seedance.daemon.process import WORKER_SLICE_S, begin, close_all_but, set_name, shorten_slice
+from seedance.daemon.process import LINK_FD, WORKER_SLICE_S, begin, close_all_but, set_name, shorten_slice
 from seedance.engine.packets import MAX_PACKET_BYTES
 from seedance.errors import RemoteProtocolError
 

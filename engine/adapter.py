@@ -7,7 +7,7 @@ outputs of one engine step in one call.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import msgspec
@@ -80,13 +80,21 @@ class EngineAdapter(Protocol):
     """An engine as the host drives it.
 
     Limits of tenants reach it by the ledger, and its statistics leave it there. `core_pid` is the process that makes
-    its steps, None while there is none, or where that is the host itself.
+    its steps, None while there is none, or where that is the host itself. `unclaimed` are the keys of what it runs for
+    a host that has died.
     """
 
     core_pid: int | None
 
+    @property
+    def unclaimed(self) -> Collection[int]:
+        """See above."""
+
     async def start(self, events: EngineEvents) -> ModelInfo:
         """Bring the engine up, warm; return once it can serve. Raises EngineDead when it cannot."""
+
+    def remember(self, model: ModelInfo) -> None:
+        """Take note of the model that it serves as the next host is to know it."""
 
     def submit(
         self,
@@ -96,12 +104,20 @@ class EngineAdapter(Protocol):
         sampling: Sampling,
         urgency: Urgency = NOT_URGENT,
         emitted_token_ids: Sequence[int] = (),
+        claim: str = "",
     ) -> None:
         """Begin generation `key`, below `ledger.STREAMS` and unique while it lives.
 
         With `emitted_token_ids`, which must leave something to generate (`Sampling.end_of`), it goes on behind them:
-        they count as its output in all that `sampling` says, and do not come again; `cached_tokens` are not told.
+        they count as its output in all that `sampling` says, and do not come again; `cached_tokens` are not told. By
+        its claim (`survivors`) it can be asked for when this host has died.
         Raises EngineError when this request can never run.
+        """
+
+    def claim(self, claim: str, emitted_token_ids: Sequence[int]) -> Output | None:
+        """Take a generation over that was begun for a host which has died; None when there is none.
+
+        Returns its key, and what it has brought behind these tokens; the rest comes as any other's output.
         """
 
     def abort(self, keys: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
@@ -40,6 +40,9 @@ from seedance.engine.source import EngineSource
 from seedance.engine.token_names import TokenNames
 from seedance.errors import EngineDead
 from seedance.qos.gpu import GpuPart, mps_command, mps_error
+
+if TYPE_CHECKING:
+    from seedance.engine.vllm_control import LeftCore
 
 _FALLBACK_RUN_DIR: Final = "cpu"
 
@@ -85,16 +88,25 @@ class EnginesOwner(Protocol):
 class Engine:
     """One engine from its start to its end; its adapter's `EngineEvents`.
 
-    `row` is its place in the ledger. `is_fallback` says that it is the one on the processor.
+    `row` is its place in the ledger. `is_fallback` says that it is the one on the processor, `was_left` that it had
+    another host before.
     """
 
     def __init__(
-        self, settings: EngineSettings, adapter: EngineAdapter, ledger: Ledger, owner: Engines, *, is_fallback: bool
+        self,
+        settings: EngineSettings,
+        adapter: EngineAdapter,
+        ledger: Ledger,
+        owner: Engines,
+        *,
+        is_fallback: bool,
+        was_left: bool,
     ) -> None:
         self.settings = settings
         self.adapter = adapter
         self.ledger = ledger
         self.is_fallback = is_fallback
+        self.was_left = was_left
         self.role = Role.STARTING
         self.model: ModelInfo | None = None
         self.figures = ""
@@ -169,12 +181,14 @@ class Engines:
             self._watches.append(self._loop.create_task(self._watch_memory(watermark, self._gpu)))
         self._fallback: asyncio.Task[None] | None = None
         self._is_replacing = False
+        self._is_frozen = False
         self._names = TokenNames()
 
     # -- what a host does with them -----------------------------------------------------------------------------------
 
     async def keep(self) -> None:
         """Keep as many engines up as there are to be, one start at a time, until cancelled."""
+        await self._take_over()
         while True:
             kept = [e for e in self.all if e.role in {Role.STANDBY, Role.ACTIVE} and not e.is_fallback]
             if len(kept) <= self.settings.failover.standby and not self._is_replacing:
@@ -183,11 +197,25 @@ class Engines:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def bring_up(self, settings: EngineSettings, *, is_fallback: bool = False) -> Engine:
-        """Start one more engine; it is on trial then. Raises EngineDead when it does not come up."""
+    async def _take_over(self) -> None:
+        """Go on with the engines of a host that has died."""
+        for left in await self._source.left(self.settings, 1 + self.settings.failover.standby):
+            try:
+                self._take_in(await self.bring_up(self.settings, left=left))
+            except EngineDead as exc:
+                log.warning("cannot go on with an engine of the last host: %s", exc)
+
+    async def bring_up(
+        self, settings: EngineSettings, *, is_fallback: bool = False, left: LeftCore | None = None
+    ) -> Engine:
+        """Start one more engine, or go on with one that a host left; it is on trial then.
+
+        Raises EngineDead when it does not come up.
+        """
         require_mps(settings.gpu)
-        ledger = self._ledger.for_engine(self._free_row())
-        engine = Engine(settings, self._source.create(settings, ledger), ledger, self, is_fallback=is_fallback)
+        ledger = self._ledger.for_engine(self._free_row() if left is None else left.engine_row)
+        adapter = self._source.create(settings, ledger, left)
+        engine = Engine(settings, adapter, ledger, self, is_fallback=is_fallback, was_left=left is not None)
         self.all.append(engine)
         try:
             engine.model = await engine.adapter.start(engine)
@@ -197,6 +225,7 @@ class Engines:
         engine.role = Role.TRIAL
         engine.ready_s = self._loop.time()
         engine.model = await self._names.named(engine.model)
+        engine.adapter.remember(engine.model)
         if engine.role is not Role.TRIAL:
             raise EngineDead("cannot use the engine: it died when it had just come up")
         return engine
@@ -211,9 +240,13 @@ class Engines:
         self.active = engine
         engine.role = Role.ACTIVE
         self._recovers = False
-        self._ledger.choose(engine.row)
-        gc.collect()
-        gc.freeze()
+        if not engine.was_left or engine.row != self._ledger.active_row:  # else it has been active all the time
+            self._ledger.choose(engine.row)
+        if not self._is_frozen:  # once, at the start: it would hold up streams
+            self._is_frozen = True
+            if not engine.was_left:
+                gc.collect()
+            gc.freeze()
         self._owner.state_changed(EngineState.READY, engine.figures, note)
         self._owner.engine_takes(engine)
         self._changed.set()

@@ -211,6 +211,7 @@ class EngineHost:
             generation.sampling,
             generation.urgency,
             generation.token_ids,
+            generation.claim,
         )
         generation.engine = engine
         if generation.is_paused:
@@ -273,23 +274,27 @@ class EngineHost:
 
     def _free_key(self) -> int:
         key = self._key
-        while key in self._generations:
+        assert self.engines is not None
+        unclaimed = [engine.adapter.unclaimed for engine in self.engines.all]
+        while key in self._generations or any(key in keys for keys in unclaimed):
             key = (key + 1) % STREAMS
         self._key = (key + 1) % STREAMS
         return key
 
     def _submit(self, channel: Channel, message: Submit, engine: Engine | None) -> EngineError | None:
-        key = self._free_key()
-        generation = Generation(key, channel, message)
+        generation = Generation(self._free_key(), channel, message)
         if generation.token_ids and (reason := self._end_of(generation)) is not None:
             channel.deltas.append(Delta(message.stream, [], reason))
             channel.flush()
             return None
         try:
-            if engine is not None:
+            if engine is not None and not self._claim(generation, engine):
                 self._give(generation, engine)
         except EngineError as exc:
             return exc
+        if generation.is_over:
+            return None
+        key = generation.key
         self._generations[key] = channel.generations[message.stream] = generation
         self._queue.joined(key, channel.tenant.name)
         if self._recorder is not None:
@@ -297,6 +302,23 @@ class EngineHost:
             self._recorder.begun(key, channel.tenant.name, prompt_tokens, most, message.urgency, generation.token_ids)
         self._tell_queue()
         return None
+
+    @staticmethod
+    def _claim(generation: Generation, engine: Engine) -> bool:
+        """Take over what an engine has gone on with since its last host died, and hand out what that brought."""
+        if not engine.was_left:
+            return False
+        found = engine.adapter.claim(generation.claim, generation.token_ids)
+        if found is None:
+            return False
+        generation.key, generation.engine = found.key, engine
+        generation.token_ids.fromlist(found.token_ids)
+        generation.is_over = found.finish_reason is not None
+        channel, token_ids, reason = generation.channel, found.token_ids, found.finish_reason
+        if token_ids or generation.is_over:
+            channel.deltas.append(Delta(generation.stream, token_ids, reason, None, found.cached_tokens, found.error))
+            channel.flush()
+        return True
 
     def _pause(self, generations: Sequence[Generation], is_paused: bool) -> None:
         for generation in generations:

@@ -29,6 +29,7 @@ from seedance.engine.channel import (
 )
 from seedance.engine.host_link import ChannelStatistics
 from seedance.engine.request import TenantContext
+from seedance.engine.survivors import claim_of
 from seedance.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ _MAX_MESSAGE_BACKLOG_BYTES: Final = 256 << 10
 class Generation:
     """The record of a running generation: enough to continue it elsewhere. Append only.
 
-    `engine` has it, None while it waits for one; `deaths` counts engines that died with it.
+    `engine` has it, None while it waits for one; `deaths` counts engines that died with it. One that was over when it
+    was claimed `is_over`.
     `prompt_token_ids` and `token_ids` (those emitted so far, here or elsewhere) are arrays of unsigned 32-bit ids;
     `tokens` names what they mean.
     """
@@ -51,6 +53,7 @@ class Generation:
         "channel",
         "deaths",
         "engine",
+        "is_over",
         "is_paused",
         "key",
         "prompt_token_ids",
@@ -72,7 +75,12 @@ class Generation:
         self.token_ids = array.array("I", wish.emitted_token_ids)
         self.engine: Engine | None = None
         self.deaths = 0
-        self.is_paused = False
+        self.is_paused = self.is_over = False
+
+    @property
+    def claim(self) -> str:
+        """By what an engine that outlives this host can be asked for it."""
+        return claim_of(self.channel.tenant.name, self.stream, self.prompt_token_ids, self.sampling)
 
 
 def by_engine(generations: Iterable[Generation]) -> Iterable[tuple[Engine, list[int]]]:

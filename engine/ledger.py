@@ -170,9 +170,14 @@ class Ledger:
         self.clear_statistics()
 
     @property
+    def active_row(self) -> int:
+        """The row of the active engine."""
+        return self._words[_ACTIVE_AT // 8]
+
+    @property
     def is_active(self) -> bool:
         """Whether our engine is the active one."""
-        return self._words[_ACTIVE_AT // 8] == self.engine_row
+        return self.active_row == self.engine_row
 
     def set_paused(self, stream: int, is_paused: bool) -> None:
         """Write the pause flag of a stream."""
@@ -215,7 +220,7 @@ class Ledger:
 
     def engine(self, row: int | None = None) -> EngineRecord | None:
         """Return an engine's record, or the active one's; None while there is none, or while it is being written."""
-        row = self._words[_ACTIVE_AT // 8] if row is None else row
+        row = self.active_row if row is None else row
         return _ENGINES.decode(bytes(self._bytes[_ENGINES.place(row)]))
 
     def count_step(self, step_s: float) -> None:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from seedance.engine.adapter import EngineAdapter
 from seedance.engine.ledger import Ledger
 from seedance.engine.settings import EngineSettings
+from seedance.errors import EngineDead
 
 if TYPE_CHECKING:
-    from seedance.engine.vllm_control import VllmSettings
+    from seedance.engine.vllm_control import LeftCore, VllmSettings
     from seedance.engine.vllm_fork_server import ForkServer
 
 
 class EngineSource(Protocol):
     """A maker of engines."""
 
-    def create(self, settings: EngineSettings, ledger: Ledger) -> EngineAdapter:
-        """Return an engine that is not started; `ledger` is that of its row, and stays its owner's."""
+    async def left(self, settings: EngineSettings, most: int) -> Sequence[LeftCore]:
+        """Return engines like these that a dead host has left, the active one first; its others are ended."""
+
+    def create(self, settings: EngineSettings, ledger: Ledger, left: LeftCore | None = None) -> EngineAdapter:
+        """Return an engine that is not started; `ledger` is that of its row, and stays its owner's.
+
+        With `left` its start is to go on with that one.
+        """
 
     async def stop(self) -> None:
         """End what the engines have in common; they have been stopped before."""
@@ -36,7 +44,11 @@ class SyntheticSource:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 
-    def create(self, settings: EngineSettings, ledger: Ledger) -> EngineAdapter:
+    async def left(self, settings: EngineSettings, most: int) -> Sequence[LeftCore]:
+        """They end with their host."""
+        return ()
+
+    def create(self, settings: EngineSettings, ledger: Ledger, left: LeftCore | None = None) -> EngineAdapter:
         """Return one more."""
         from seedance.engine.synthetic import SyntheticAdapter  # noqa: PLC0415
 
@@ -53,16 +65,37 @@ class VllmSource:
         self._ledger = ledger
         self._servers: dict[str, ForkServer] = {}
 
-    def create(self, settings: EngineSettings, ledger: Ledger) -> EngineAdapter:
-        """Return one more."""
-        from seedance.engine.vllm import VllmAdapter  # noqa: PLC0415
-        from seedance.engine.vllm_fork_server import ForkServer  # noqa: PLC0415
+    async def left(self, settings: EngineSettings, most: int) -> Sequence[LeftCore]:
+        """Return what the fork server runs, if it is one that we would start."""
+        from seedance.engine.vllm import core_settings  # noqa: PLC0415
 
         vllm = vllm_settings(settings)
-        server = self._servers.get(vllm.run_dir)
+        server = self._server(vllm)
+
+        def of_use(cores: Sequence[LeftCore]) -> list[LeftCore]:
+            try:
+                ours = core_settings(vllm, server)
+            except EngineDead:
+                return []  # as its start will tell
+            same = [core for core in cores if core.serving is not None and core.launch.settings == ours]
+            return sorted(same, key=lambda core: core.engine_row != self._ledger.active_row)[:most]
+
+        return await server.take_over(of_use)
+
+    def create(self, settings: EngineSettings, ledger: Ledger, left: LeftCore | None = None) -> EngineAdapter:
+        """Return one more."""
+        from seedance.engine.vllm import VllmAdapter  # noqa: PLC0415
+
+        vllm = vllm_settings(settings)
+        return VllmAdapter(vllm, ledger, self._server(vllm), left)
+
+    def _server(self, settings: VllmSettings) -> ForkServer:
+        from seedance.engine.vllm_fork_server import ForkServer  # noqa: PLC0415
+
+        server = self._servers.get(settings.run_dir)
         if server is None:
-            server = self._servers[vllm.run_dir] = ForkServer(vllm, self._ledger)
-        return VllmAdapter(vllm, ledger, server)
+            server = self._servers[settings.run_dir] = ForkServer(settings, self._ledger)
+        return server
 
     async def stop(self) -> None:
         """End the fork servers."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import array
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -306,6 +306,9 @@ class SyntheticAdapter:
             tokens=f"synthetic {tokenizer_dir}".rstrip(),
         )
 
+    def remember(self, model: ModelInfo) -> None:
+        """It ends with its host."""
+
     def submit(
         self,
         key: int,
@@ -314,12 +317,22 @@ class SyntheticAdapter:
         sampling: Sampling,
         urgency: Urgency = NOT_URGENT,
         emitted_token_ids: Sequence[int] = (),
+        claim: str = "",
     ) -> None:
         """Begin a generation, or go on with one exactly as it would have gone on."""
         self._ledger.set_paused(key, False)
         now = self._loop.time()
         self._engine.submit(key, prompt_token_ids, sampling, now, tenant.row, urgency, emitted_token_ids)
         self._arm()
+
+    @property
+    def unclaimed(self) -> Collection[int]:
+        """Nothing: it ends with its host."""
+        return ()
+
+    def claim(self, claim: str, emitted_token_ids: Sequence[int]) -> Output | None:
+        """Return nothing: it ends with its host."""
+        return None
 
     def abort(self, keys: Sequence[int]) -> None:
         """End generations at once."""

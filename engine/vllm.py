@@ -16,8 +16,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -28,46 +27,70 @@ from seedance.engine import vllm_wire as wire
 from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics, Output
 from seedance.engine.ledger import Ledger
 from seedance.engine.request import NOT_URGENT, ModelInfo, Sampling, TenantContext, Urgency
+from seedance.engine.survivors import Survivors
 from seedance.engine.vllm_control import VllmSettings
 from seedance.engine.vllm_fork_server import ForkServer
 from seedance.engine.vllm_sampling import ModelFacts
+from seedance.engine.vllm_sockets import CoreSockets
 from seedance.engine.vllm_warm_up import warm_up_rounds
 from seedance.errors import EngineDead, LocalProtocolError
 
-__all__ = ["VllmAdapter", "VllmSettings"]
+__all__ = ["VllmAdapter", "VllmSettings", "core_settings"]
 
-_MESSAGES_PER_WAKEUP: Final = 64
 _WARM_UP_TENANT: Final = TenantContext(name="", scheduling_class="", cache_salt="warm-up")
 _LAST_ROUNDS: Final = 4
+_ANSWER_S: Final = 10.0
+_CONNECT_S: Final = 0.005
+CLAIM_S: Final = 5.0
+"""So long workers have, which are at hand, to ask for what an engine went on with."""
 _MIB: Final = 1 << 20
-# As plain numbers: zmq's enumerations cost more than what is done with them.
-_NOBLOCK: Final = int(zmq.NOBLOCK)
-_EVENTS: Final = int(zmq.EVENTS)
-_POLLIN: Final = int(zmq.POLLIN)
 
 logger = logging.getLogger(__name__)
 N = TypeVar("N")
+
+
+def core_settings(settings: VllmSettings, server: ForkServer) -> VllmSettings:
+    """Return the settings with which a core is launched: what it has in common with others is the fork server's.
+
+    Raises EngineDead when there is no such model.
+    """
+    model = control.local_model(settings.model)
+    return msgspec.structs.replace(
+        settings,
+        model=settings.model if model is None else str(model),
+        run_dir=server.settings.run_dir,
+        cache_dir=server.settings.cache_dir,
+    )
 
 
 class VllmAdapter:
     """An EngineAdapter over vLLM's EngineCore; a `CoreClient`. `core_pid` and `log_path` are for operators and tests.
 
     Without a fork server in common with others it has one of its own, which ends with it. The ledger stays its owner's,
-    and is the one of this engine's row.
+    and is the one of this engine's row. With `left`, `start` goes on with that core of a fork server taken over.
     """
 
-    def __init__(self, settings: VllmSettings, ledger: Ledger, server: ForkServer | None = None) -> None:
+    def __init__(
+        self,
+        settings: VllmSettings,
+        ledger: Ledger,
+        server: ForkServer | None = None,
+        left: control.LeftCore | None = None,
+    ) -> None:
         self._ledger = ledger
         self._server = ForkServer(settings, ledger) if server is None else server
         self._owns_server = server is None
-        of_server = self._server.settings
-        self._settings = msgspec.structs.replace(settings, run_dir=of_server.run_dir, cache_dir=of_server.cache_dir)
+        self._settings = settings
+        self._left = left
+        self._unclaimed = Survivors()
+        self._facts: ModelFacts | None = None
+        self._figures = ""
         self.log_path = self._server.log_path
         self.core_pid: int | None = None
         self._state = EngineState.STOPPED
         self._launch = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
+        self._sockets: CoreSockets | None = None
         self._connection: wire.CoreConnection | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._death: EngineDead | None = None
@@ -84,16 +107,18 @@ class VllmAdapter:
         self._news: asyncio.Queue[Any] = asyncio.Queue()
         self._death = None
         self.core_pid = None
-        self._change(EngineState.STARTING, f"loading '{self._settings.model}'")
+        left, self._left = self._left, None
+        verb = "loading" if left is None else "going on with"
+        self._change(EngineState.STARTING, f"{verb} '{self._settings.model}'")
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):
-                return await self._bring_up()
+                return await (self._bring_up() if left is None else self._go_on(left))
         except EngineDead as exc:
             raise self._died(str(exc)) from None
         except TimeoutError:
             raise self._died(f"it did not come up within {self._settings.start_timeout_s:g} s") from None
         except (OSError, zmq.ZMQError) as exc:
-            raise self._died(f"{exc.strerror}: '{getattr(exc, 'filename', self._settings.run_dir)}'") from exc
+            raise self._died(f"{exc.strerror}: '{getattr(exc, 'filename', self._server.settings.run_dir)}'") from exc
         except asyncio.CancelledError:
             self._died("its start was cancelled")
             raise
@@ -119,23 +144,23 @@ class VllmAdapter:
             self._died(reason)
 
     async def _bring_up(self) -> ModelInfo:
-        local = control.local_model(self._settings.model)  # a wrong path is told now, not after vLLM's import
-        settings = self._settings if local is None else msgspec.structs.replace(self._settings, model=str(local))
+        settings = core_settings(self._settings, self._server)  # a wrong path is told now, not after vLLM's import
         await self._server.ready()
         self._launch = self._server.admit(self)
-        self._server.launch(self._launch, settings, self._open_sockets(), self._ledger.engine_row)
+        self._server.launch(self._launch, settings, self._open_sockets().addresses, self._ledger.engine_row)
         resolved = await self._news_of(control.Resolved)
         ready = await self._news_of(wire.Ready)
         facts = msgspec.structs.replace(resolved.facts, max_model_len=ready.max_model_len)
         facts, figures = await self._warm_up(facts)
         self._connection = wire.CoreConnection(facts)
         eos_ids = [*([] if facts.eos_token_id is None else [facts.eos_token_id]), *facts.generation_eos_ids]
-        self._change(
-            EngineState.READY,
+        self._facts, self._figures = (
+            facts,
             f"'{self._settings.name}' on vLLM {ready.vllm_version}, {ready.dtype}: "
             f"{figures.weight_bytes / _MIB:.1f} MiB of weights, {figures.kv_bytes / _MIB:.1f} MiB of KV cache reserved "
             f"in {figures.kv_blocks_total} blocks of {ready.block_size} tokens",
         )
+        self._change(EngineState.READY, self._figures)
         return ModelInfo(
             name=self._settings.name,
             tokenizer_dir=resolved.model_dir,
@@ -146,20 +171,49 @@ class VllmAdapter:
             engine="vllm",
         )
 
-    def _open_sockets(self) -> tuple[str, str]:
+    async def _go_on(self, left: control.LeftCore) -> ModelInfo:
+        """Speak to a core that a host left; what it goes on with can be claimed for a while."""
+        serving = left.serving
+        assert serving is not None
+        self._launch = left.launch.launch
+        self._server.adopt(self._launch, self)
+        self.core_pid = left.pid
+        self._open_sockets()
+        self._facts, self._figures = serving.facts, serving.figures
+        self._connection = wire.CoreConnection(serving.facts, self._server.hosts)
+        self._unclaimed = self._connection.survivors
+        number, frames = self._connection.survey()
+        answer = self._calls[number] = self._loop.create_future()
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                while not self._send(frames):
+                    await asyncio.sleep(_CONNECT_S)  # until it has found the new sockets
+                await answer
+        except TimeoutError as exc:
+            raise EngineDead(f"it does not answer its new host within {_ANSWER_S:g} s") from exc
+        finally:
+            self._calls.pop(number, None)
+        logger.info("the engine went on with %d generations when its host had died", len(self._unclaimed.keys))
+        self._loop.call_later(CLAIM_S, self._end_unclaimed)
+        self._change(EngineState.READY, self._figures)
+        return serving.model
+
+    def remember(self, model: ModelInfo) -> None:
+        """Have the fork server tell the next host what this core serves."""
+        if self._facts is not None:
+            self._server.serves(control.Serving(self._launch, model, self._facts, self._figures))
+
+    def _end_unclaimed(self) -> None:
+        keys = self._unclaimed.give_up()
+        if keys:
+            logger.info("ending %d generations that nobody has asked for since", len(keys))
+            self.abort(keys)
+
+    def _open_sockets(self) -> CoreSockets:
         self._context = self._context or zmq.Context()
-        addresses = tuple("ipc://" + self._server.socket_path(self._launch, end) for end in ("in", "out"))
-        requests, outputs = self._context.socket(zmq.ROUTER), self._context.socket(zmq.PULL)
-        self._sockets = requests, outputs
-        requests.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        for end, address in zip(self._sockets, addresses, strict=True):
-            end.setsockopt(zmq.LINGER, 0)
-            end.setsockopt(zmq.SNDHWM, 0)
-            end.setsockopt(zmq.RCVHWM, 0)
-            end.bind(address)
-        self._loop.add_reader(requests.fileno(), self._ready_arrived)
-        self._loop.add_reader(outputs.fileno(), self._outputs_arrived)
-        return addresses[0], addresses[1]
+        paths = self._server.socket_path(self._launch, "in"), self._server.socket_path(self._launch, "out")
+        self._sockets = CoreSockets(self._context, paths, self._core_ready, self._message_arrived)
+        return self._sockets
 
     async def _warm_up(self, facts: ModelFacts) -> tuple[ModelFacts, control.CoreStatistics]:
         """Run real requests, so that no first user pays for what happens once; drop what they left in the cache.
@@ -199,15 +253,30 @@ class VllmAdapter:
         sampling: Sampling,
         urgency: Urgency = NOT_URGENT,
         emitted_token_ids: Sequence[int] = (),
+        claim: str = "",
     ) -> None:
         """Begin generation `key`. Raises EngineError when it can never run, EngineDead when there is no engine."""
         if self._connection is None or self._state is not EngineState.READY:
             raise EngineDead(f"cannot generate: the engine is {self._state}")
         frames = self._connection.submit(
-            key, tenant, prompt_token_ids, sampling, time.time(), urgency, emitted_token_ids
+            key, tenant, prompt_token_ids, sampling, time.time(), urgency, emitted_token_ids, claim
         )
         self._ledger.set_paused(key, False)
         self._send(frames)
+
+    @property
+    def unclaimed(self) -> Collection[int]:
+        """The keys of what the core goes on with for a host that has died."""
+        return self._unclaimed.keys
+
+    def claim(self, claim: str, emitted_token_ids: Sequence[int]) -> Output | None:
+        """Take over one of these, with what it has brought behind these tokens."""
+        if not self._unclaimed or self._state is not EngineState.READY:
+            return None
+        output = self._unclaimed.claim(claim, emitted_token_ids)
+        if output is not None and output.finish_reason is None:
+            self.set_paused([output.key], False)
+        return output
 
     def abort(self, keys: Sequence[int]) -> None:
         """End generations; no output comes for them from now on."""
@@ -255,28 +324,11 @@ class VllmAdapter:
         finally:
             self._calls.pop(number, None)
 
-    def _send(self, frames: wire.Frames) -> None:
+    def _send(self, frames: wire.Frames) -> bool:
         """Send a request; when the core has just died nobody takes it, and news of the death is on its way."""
-        assert self._sockets is not None
-        with contextlib.suppress(zmq.ZMQError):
-            self._sockets[0].send_multipart(frames, _NOBLOCK)
+        return self._sockets is not None and self._sockets.send(frames)
 
     # News
-
-    def _outputs_arrived(self) -> None:
-        """Take what the core has sent; a zmq descriptor reports once, so take all or come back."""
-        for _ in range(_MESSAGES_PER_WAKEUP):
-            if self._sockets is None:
-                return
-            outputs = self._sockets[1]
-            try:
-                frames = outputs.recv_multipart(_NOBLOCK)
-            except zmq.Again:
-                return
-            self._message_arrived(frames)
-            if outputs.closed or not int(outputs.get(_EVENTS)) & _POLLIN:  # cheaper than another recv that raises
-                return
-        self._loop.call_soon(self._outputs_arrived)
 
     def _message_arrived(self, frames: Sequence[bytes]) -> None:
         assert self._connection is not None
@@ -290,6 +342,8 @@ class VllmAdapter:
             return
         if reply is not None:
             self._answered(reply)
+        if self._unclaimed:
+            outputs = self._unclaimed.take(outputs)
         if outputs and self._state is EngineState.READY:
             self._steps += 1
             self._tokens += sum(len(output.token_ids) for output in outputs)
@@ -308,11 +362,8 @@ class VllmAdapter:
         else:
             answer.set_result(reply.result[1])
 
-    def _ready_arrived(self) -> None:
-        with contextlib.suppress(zmq.Again):
-            while self._sockets is not None:
-                _, payload = self._sockets[0].recv_multipart(_NOBLOCK)
-                self._news.put_nowait(msgspec.msgpack.decode(payload, type=wire.Ready))
+    def _core_ready(self, payload: bytes) -> None:
+        self._news.put_nowait(msgspec.msgpack.decode(payload, type=wire.Ready))
 
     def core_launched(self, pid: int) -> None:
         """Take the process's number."""
@@ -345,9 +396,12 @@ class VllmAdapter:
 
     def _take_rest(self) -> None:
         """Take what an engine had sent before its end."""
-        with contextlib.suppress(zmq.ZMQError, msgspec.DecodeError, ValueError, TypeError, LookupError):
-            while self._sockets is not None and self._connection is not None:
-                outputs, _, _ = self._connection.receive(self._sockets[1].recv_multipart(_NOBLOCK))
+        if self._sockets is None or self._connection is None:
+            return
+        with contextlib.suppress(msgspec.DecodeError, ValueError, TypeError, LookupError):
+            for frames in self._sockets.rest():
+                outputs, _, _ = self._connection.receive(frames)
+                outputs = self._unclaimed.take(outputs)
                 if outputs:
                     self._events.step_completed(outputs)
 
@@ -355,6 +409,7 @@ class VllmAdapter:
         if self._state not in {EngineState.STARTING, EngineState.READY}:
             return self._death or EngineDead(text)
         self._death = EngineDead(text)
+        self._unclaimed = Survivors()
         self._close_connection()
         for answer in self._calls.values():
             if not answer.done():
@@ -365,12 +420,9 @@ class VllmAdapter:
 
     def _close_connection(self) -> None:
         self._connection = None
-        for end in self._sockets or ():
-            self._loop.remove_reader(end.fileno())
-            end.close(linger=0)
-        self._sockets = None
-        for direction in ("in", "out"):
-            Path(self._server.socket_path(self._launch, direction)).unlink(missing_ok=True)
+        if self._sockets is not None:
+            self._sockets.close()
+            self._sockets = None
 
     def _change(self, state: EngineState, detail: str) -> None:
         self._state = state

@@ -7,12 +7,14 @@ EngineCores that it forks write to the same end. They are few: one exchange per 
 from __future__ import annotations
 
 import re
+import struct
 import sys
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from seedance.engine.request import ModelInfo
 from seedance.engine.vllm_sampling import ModelFacts
 from seedance.errors import EngineDead
 from seedance.qos.gpu import GpuPart
@@ -20,6 +22,9 @@ from seedance.qos.gpu import GpuPart
 MAX_CONTROL_BYTES: Final = 1 << 16
 STATISTICS: Final = "seedance_statistics"
 SHRINK: Final = "seedance_shrink"
+SURVEY: Final = "seedance_survey"
+CREDENTIALS: Final = struct.Struct("3i")
+"""SO_PEERCRED of a Unix socket: process, user, group."""
 
 
 class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +69,15 @@ class Launch(msgspec.Struct, tag="launch", frozen=True):
     input_address: str
     output_address: str
     engine_row: int = 0
+
+
+class Serving(msgspec.Struct, tag="serving", frozen=True):
+    """adapter → zygote: what an EngineCore serves, to be told to the adapter of the next host."""
+
+    launch: int
+    model: ModelInfo
+    facts: ModelFacts
+    figures: str
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
@@ -113,6 +127,31 @@ class Exited(msgspec.Struct, tag="exited", frozen=True):
     status: int
 
 
+class LeftCore(msgspec.Struct, frozen=True):
+    """An EngineCore whose host has died; `serving` is None for one that was not up yet."""
+
+    launch: Launch
+    pid: int
+    serving: Serving | None
+
+    @property
+    def engine_row(self) -> int:
+        """Its place in the ledger."""
+        return self.launch.engine_row
+
+
+class Left(msgspec.Struct, tag="left", frozen=True):
+    """zygote → adapter of the next host, first thing: what it was started with, and what runs.
+
+    `launches` is the number of the last one; `hosts` counts those that it had.
+    """
+
+    identity: str
+    hosts: int
+    launches: int
+    cores: list[LeftCore]
+
+
 class CoreStatistics(msgspec.Struct):
     """What the utility call STATISTICS answers."""
 
@@ -124,9 +163,9 @@ class CoreStatistics(msgspec.Struct):
     weight_bytes: int
 
 
-ToZygote = Launch | Kill | Stop
+ToZygote = Launch | Kill | Serving | Stop
 CoreNews = Launched | Resolved | Failed | Exited
-ToAdapter = Preloaded | CoreNews
+ToAdapter = Preloaded | Left | CoreNews
 
 
 def local_model(model: str) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import gc
 import importlib
@@ -24,6 +25,7 @@ from seedance.engine.ledger import Ledger
 from seedance.engine.vllm_control import (
     SHRINK,
     STATISTICS,
+    SURVEY,
     CoreStatistics,
     Launch,
     Resolved,
@@ -204,6 +206,7 @@ def _extend(core: Any, launch: Launch) -> None:
     structured.StructuredOutputManager._create_grammar = create_grammar
     setattr(core.EngineCore, STATISTICS, _statistics)
     setattr(core.EngineCore, SHRINK, _shrink)
+    setattr(core.EngineCore, SURVEY, survey)
 
 
 def _parameter_bytes(model: Any) -> int:
@@ -216,6 +219,16 @@ def _shrink(_: Any) -> None:
     cuda = importlib.import_module("torch").cuda
     if cuda.is_initialized():
         cuda.empty_cache()
+
+
+def survey(core: Any) -> list[tuple[str, str, bytes]]:
+    """Answer the utility call SURVEY: name, claim and output of all requests, all of which has been sent before."""
+    found = []
+    for name, request in core.scheduler.requests.items():
+        extra = (request.sampling_params and request.sampling_params.extra_args) or {}
+        claim = extra.get(vllm_sampling.CLAIM_KEY, "")
+        found.append((name, claim, array.array("I", request.output_token_ids).tobytes()))
+    return found
 
 
 def _statistics(core: Any) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """The fork server that the EngineCores of one host have in common, as their adapters use it.
 
 It is started with the first core, and again with the next one after its end. Each core is a launch, by number, and has
-a client that hears of it. All cores end with the fork server.
+a client that hears of it. All cores end with the fork server. It outlives its host, and is taken over by the next one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -19,7 +20,7 @@ import msgspec
 from seedance.engine import vllm_control as control
 from seedance.engine.ledger import Ledger
 from seedance.engine.vllm_control import VllmSettings
-from seedance.engine.vllm_process import ZygoteProcess, exit_text, last_line
+from seedance.engine.vllm_process import ZygoteProcess, exit_text, identity_of, last_line
 from seedance.errors import EngineDead
 
 _STOP_GRACE_S: Final = 8.0  # above the fork server's own grace for the EngineCores
@@ -43,8 +44,8 @@ class CoreClient(Protocol):
 
 
 class _Core:
-    def __init__(self, client: CoreClient) -> None:
-        self.client: CoreClient | None = client
+    def __init__(self, client: CoreClient | None) -> None:
+        self.client = client
         self.reason = ""
         self.ended = asyncio.Event()
 
@@ -52,7 +53,8 @@ class _Core:
 class ForkServer:
     """One fork server and its log; the ledger stays its owner's.
 
-    `settings` are the host's, with whole paths; those of a core may differ in what is not the environment's.
+    `settings` are the host's, with whole paths; those of a core may differ in what is not the environment's. `hosts`
+    counts those that it had before this one.
     """
 
     def __init__(self, settings: VllmSettings, ledger: Ledger) -> None:
@@ -65,11 +67,46 @@ class ForkServer:
         self._process: ZygoteProcess | None = None
         self._settled = asyncio.Event()  # it listens, or is gone
         self._reason = ""
+        self._taking_over = asyncio.Lock()
         self._launches = 0
+        self.hosts = 0
         self._cores: dict[int, _Core] = {}
+
+    async def take_over(
+        self, choose: Callable[[Sequence[control.LeftCore]], list[control.LeftCore]]
+    ) -> list[control.LeftCore]:
+        """Go on with the fork server of a dead host; returns which of its cores were chosen, and ends the others.
+
+        Who uses one says so by `adopt`.
+        """
+        async with self._taking_over:
+            if self._process is not None:
+                return []
+            identity = identity_of(self.settings, self._ledger)
+            found = await ZygoteProcess.take_over(self._address, identity, self._received, self._gone)
+            if found is None:
+                return []
+            self._process, left = found
+            self._settled = asyncio.Event()
+            self._settled.set()
+            self._launches, self.hosts = left.launches, left.hosts
+            self._cores = {core.launch.launch: _Core(None) for core in left.cores}
+            chosen = choose(left.cores)
+            for core in left.cores:
+                if core not in chosen:
+                    self.kill(core.launch.launch)
+            return chosen
+
+    def adopt(self, launch: int, client: CoreClient) -> None:
+        """Tell a client of a core that was taken over. Raises EngineDead when it has ended since."""
+        if launch not in self._cores:
+            raise EngineDead("it ended when its host had died")
+        self._cores[launch].client = client
 
     async def ready(self) -> None:
         """Return once it can fork. Raises EngineDead when it ends instead, OSError when it cannot even be started."""
+        if self._process is None:
+            await self.take_over(lambda _: [])
         if self._process is None:
             self._start()
         process = self._process
@@ -88,6 +125,11 @@ class ForkServer:
         if self._process is not None:
             self._process.send(control.Launch(launch, settings, *addresses, engine_row))
 
+    def serves(self, serving: control.Serving) -> None:
+        """Have it remember what a core serves, for the next host."""
+        if self._process is not None:
+            self._process.send(serving)
+
     def kill(self, launch: int) -> None:
         """End a core at once; its client hears nothing more."""
         core = self._cores.get(launch)
@@ -104,6 +146,11 @@ class ForkServer:
                 async with asyncio.timeout(_KILL_GRACE_S):
                     await core.ended.wait()
 
+    @property
+    def _address(self) -> str:
+        """Where the next host finds it."""
+        return str(self._run_dir / "fork-server")
+
     def socket_path(self, launch: int, direction: str) -> str:
         """Return the path of a core's socket."""
         return str(self._run_dir / f"core-{launch}.{direction}")
@@ -112,19 +159,22 @@ class ForkServer:
         """End all cores, then the process; idempotent."""
         if self._process is not None:
             await self._process.stop(_STOP_GRACE_S)
+            Path(self._address).unlink(missing_ok=True)
         shutil.rmtree(self._run_dir / "tmp", ignore_errors=True)
 
     def _start(self) -> None:
         self._prepare_run_dir()
         self._settled = asyncio.Event()
         self._reason = ""
-        self._process = ZygoteProcess(self.settings, self._ledger, self.log_path, self._received, self._gone)
+        self._process = ZygoteProcess.start(
+            self.settings, self._ledger, self._address, self.log_path, self._received, self._gone
+        )
 
     def _prepare_run_dir(self) -> None:
         if len(os.fsencode(self.socket_path(999_999, "out"))) > _SOCKET_PATH_BYTES:
             raise OSError(0, "run_dir is too long for the path of a Unix socket", self.settings.run_dir)
         shutil.rmtree(self._run_dir / "tmp", ignore_errors=True)
-        for left_over in self._run_dir.glob("core-*.*"):  # of a host that was killed
+        for left_over in (*self._run_dir.glob("core-*.*"), Path(self._address)):  # of one that was killed
             left_over.unlink(missing_ok=True)
         for directory in (self._run_dir / "tmp", self.log_path.parent):
             directory.mkdir(parents=True, exist_ok=True)
@@ -138,6 +188,8 @@ class ForkServer:
                 self._settled.set()
             case control.Failed(0, reason):
                 self._reason = reason
+            case control.Left():
+                pass  # it was read before
             case _ if message.launch in self._cores:
                 self._core_news(message, self._cores[message.launch])
 

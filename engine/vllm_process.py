@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import logging
 import os
 import signal
 import socket
@@ -17,10 +19,14 @@ import msgspec
 import seedance
 from seedance.engine import vllm_control as control
 from seedance.engine.ledger import Ledger
-from seedance.engine.vllm_control import VllmSettings
+from seedance.engine.vllm_control import CREDENTIALS, VllmSettings
 
 _PROGRAM: Final = "seedance.engine.vllm_zygote"
 _LOG_TAIL_BYTES: Final = 4096
+_ANSWER_S: Final = 60.0  # it may be in the middle of its imports
+_KILL_S: Final = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 def environment(settings: VllmSettings, base: Mapping[str, str]) -> dict[str, str]:
@@ -47,47 +53,96 @@ def _import_root() -> str:
     return str(Path(seedance.__path__[0]).parent)
 
 
+def identity_of(settings: VllmSettings, ledger: Ledger) -> str:
+    """Return what is the same for fork servers that could take each other's place."""
+    facts = [seedance.__version__, os.fstat(ledger.fd).st_ino, *_command(settings), environment(settings, {})]
+    return hashlib.sha256(msgspec.json.encode(facts, order="deterministic")).hexdigest()
+
+
+def _command(settings: VllmSettings) -> list[str]:
+    threads = settings.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    arguments = ["--threads", str(threads), *(["--eager"] if settings.enforce_eager is not False else [])]
+    return [settings.python, "-P", "-m", _PROGRAM, *arguments]
+
+
 class ZygoteProcess:
-    """The fork server's process and the control socket to it; `ended` is set once the process is reaped."""
+    """The fork server's process and the control socket to it; `ended` is set once the process has ended."""
 
     def __init__(
         self,
+        control_socket: socket.socket,
+        pidfd: int,
+        received: Callable[[control.ToAdapter], None],
+        gone: Callable[[], None],
+        child: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        """Take over the descriptors; `child` is the process if it is ours to reap."""
+        self._loop = asyncio.get_running_loop()
+        self._control = control_socket
+        self._pidfd = pidfd
+        self._received = received
+        self._gone = gone
+        self._child = child
+        self._decode: Callable[[bytes], control.ToAdapter] = msgspec.json.Decoder(control.ToAdapter).decode
+        self._listens = child is None
+        self.ended = asyncio.Event()
+        self._control.setblocking(False)
+        self._loop.add_reader(self._control.fileno(), self._readable)
+        self._loop.add_reader(self._pidfd, self._exited)
+
+    @classmethod
+    def start(
+        cls,
         settings: VllmSettings,
         ledger: Ledger,
+        address: str,
         log: Path,
         received: Callable[[control.ToAdapter], None],
         gone: Callable[[], None],
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._received = received
-        self._gone = gone
-        self._decode: Callable[[bytes], control.ToAdapter] = msgspec.json.Decoder(control.ToAdapter).decode
-        self._listens = False
-        self.ended = asyncio.Event()
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = ["--control-fd", str(theirs.fileno()), "--ledger-fd", str(ledger.fd)]
-        arguments += ["--adapter-pid", str(os.getpid())]
-        threads = settings.threads or max(1, len(os.sched_getaffinity(0)) - 1)
-        arguments += ["--threads", str(threads), *(["--eager"] if settings.enforce_eager is not False else [])]
+    ) -> ZygoteProcess:
+        """Start one, which the next host finds at an address. Raises OSError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            with theirs, log.open("ab") as output:
-                self._process = subprocess.Popen(
-                    [settings.python, "-P", "-m", _PROGRAM, *arguments],
+            with theirs, listener, log.open("ab") as output:
+                listener.bind(address)
+                fds = {"--control-fd": theirs.fileno(), "--ledger-fd": ledger.fd, "--listen-fd": listener.fileno()}
+                numbers = {**fds, "--adapter-pid": os.getpid(), "--keeper-pid": os.getppid()}
+                arguments = [word for name, number in numbers.items() for word in (name, str(number))]
+                child = subprocess.Popen(
+                    [*_command(settings), *arguments, "--identity", identity_of(settings, ledger)],
                     env=environment(settings, os.environ),
                     cwd=settings.run_dir,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
-                    pass_fds=[theirs.fileno(), ledger.fd],
+                    pass_fds=list(fds.values()),
                 )
         except OSError:
-            self._control.close()
+            ours.close()
             raise
-        self._control.setblocking(False)
-        self._pidfd = os.pidfd_open(self._process.pid)
-        self._loop.add_reader(self._control.fileno(), self._readable)
-        self._loop.add_reader(self._pidfd, self._exited)
+        return cls(ours, os.pidfd_open(child.pid), received, gone, child)
+
+    @classmethod
+    async def take_over(
+        cls, address: str, identity: str, received: Callable[[control.ToAdapter], None], gone: Callable[[], None]
+    ) -> tuple[ZygoteProcess, control.Left] | None:
+        """Return the one that a host left at an address, and what it says of itself; one that is of no use is ended."""
+        found = _find(address)
+        if found is None:
+            return None
+        theirs, pidfd = found
+        loop = asyncio.get_running_loop()
+        left = None
+        with contextlib.suppress(TimeoutError, OSError, msgspec.DecodeError):
+            async with asyncio.timeout(_ANSWER_S):
+                left = msgspec.json.decode(await loop.sock_recv(theirs, control.MAX_CONTROL_BYTES), type=control.Left)
+        if left is not None and left.identity == identity:
+            return cls(theirs, pidfd, received, gone), left
+        theirs.close()
+        await _kill(pidfd)
+        return None
 
     def send(self, message: control.ToZygote) -> None:
         """Send a message; when the process is gone this does nothing, its end is reported anyway."""
@@ -123,9 +178,40 @@ class ZygoteProcess:
         self._loop.remove_reader(self._pidfd)
         self._control.close()
         os.close(self._pidfd)
-        self._process.wait()
+        if self._child is not None:
+            self._child.wait()
         self.ended.set()
         self._gone()
+
+
+def _find(address: str) -> tuple[socket.socket, int] | None:
+    """Connect to the fork server at an address; returns a pidfd of it, too."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setblocking(False)
+    try:
+        connection.connect(address)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        return connection, os.pidfd_open(CREDENTIALS.unpack(credentials)[0])
+    except OSError:
+        connection.close()
+        return None
+
+
+async def _kill(pidfd: int) -> None:
+    """End a process that is not our child, and wait until it has gone."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(pidfd, ended.set)
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        async with asyncio.timeout(_KILL_S):
+            await ended.wait()
+    except TimeoutError:
+        logger.warning("a fork server of an earlier host does not end")
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
 
 
 def last_line(log: Path) -> str:

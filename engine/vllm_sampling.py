@@ -20,6 +20,7 @@ from seedance.errors import EngineError
 OUTPUT_KIND_DELTA: Final = 1
 URGENCY_KEY: Final = "urgency"
 EMITTED_KEY: Final = "emitted"
+CLAIM_KEY: Final = "claim"
 _MAX_JSON_NESTING: Final = 64  # vLLM's own bound; grammar conversion grows steeply with depth
 _RANGES: Final = (
     ("temperature", 0.0, 2.0),
@@ -166,10 +167,12 @@ def sampling_params(
     facts: ModelFacts,
     urgency: Urgency = NOT_URGENT,
     emitted: Sequence[int] = (),
+    claim: str = "",
 ) -> SamplingParams:
     """Return vLLM's parameters for a checked `sampling`.
 
-    Tenant and urgency go along for the scheduler, and what was emitted elsewhere for `vllm_continue`.
+    Tenant and urgency go along for the scheduler, what was emitted elsewhere for `vllm_continue`, and the claim for
+    `survivors`.
     """
     s = sampling
     stop_ids = list(dict.fromkeys(s.stop_token_ids))
@@ -186,6 +189,8 @@ def sampling_params(
     extra_args[URGENCY_KEY] = [urgency.deadline_s, urgency.rtt_s, urgency.rtt_variance_s]
     if emitted:
         extra_args[EMITTED_KEY] = list(emitted)
+    if claim:
+        extra_args[CLAIM_KEY] = claim
     return SamplingParams(
         presence_penalty=s.presence_penalty,
         frequency_penalty=s.frequency_penalty,

@@ -7,6 +7,7 @@ The layout is vLLM's own affair: ours is that of vLLM 0.32, `vllm_zygote` compar
 
 from __future__ import annotations
 
+import array
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -14,6 +15,8 @@ import msgspec
 
 from seedance.engine.adapter import Output
 from seedance.engine.request import NOT_URGENT, FinishReason, Sampling, TenantContext, TokenLogprobs, Urgency
+from seedance.engine.survivors import Survivors
+from seedance.engine.vllm_control import SURVEY
 from seedance.engine.vllm_sampling import ModelFacts, SamplingParams, check_request, invalid_request, sampling_params
 
 ENGINE_IDENTITY: Final = b"\0\0"  # the core's data-parallel rank, two bytes, little-endian
@@ -35,6 +38,7 @@ QUOTA_KEY: Final = "seedance.quota"
 """In the trace headers of a request's last output: why it failed, and that its tenant's quota is used up."""
 _RAW_VIEW: Final = 3  # msgpack extension of an array that travels inline
 _CLIENT: Final = 0
+_SERIAL_BITS: Final = 40
 
 Frames = list[bytes]
 
@@ -141,18 +145,23 @@ class CoreConnection:
 
     Every call returns frames for the caller to send. A generation's name on the wire is its key and a serial number,
     so that outputs in flight for an aborted generation are never taken for those of a later one with the same key.
+    Serial numbers of the hosts that a core has one after the other are far apart: `hosts` counts them.
+
+    After a `survey`, `survivors` are what the core goes on with for the last one.
     """
 
-    __slots__ = ("_decode", "_encode", "_facts", "_keys", "_logprobs", "_names", "_serial")
+    __slots__ = ("_decode", "_encode", "_facts", "_keys", "_logprobs", "_names", "_serial", "_survey", "survivors")
 
-    def __init__(self, facts: ModelFacts) -> None:
+    def __init__(self, facts: ModelFacts, hosts: int = 0) -> None:
         self._facts = facts
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(EngineCoreOutputs, ext_hook=_extension).decode
         self._keys: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._logprobs: dict[str, int] = {}
-        self._serial = 0
+        self._serial = hosts << _SERIAL_BITS
+        self._survey = 0
+        self.survivors = Survivors()
 
     @property
     def alive(self) -> int:
@@ -168,12 +177,13 @@ class CoreConnection:
         now_s: float,
         urgency: Urgency = NOT_URGENT,
         emitted: Sequence[int] = (),
+        claim: str = "",
     ) -> Frames:
         """Begin a generation, or go on with one; `now_s` is wall time. Raises EngineError when it can never run."""
         if key in self._names:
             raise invalid_request(f"cannot begin generation {key}: it is already running")
         check_request(prompt, sampling, self._facts, emitted)
-        params = sampling_params(sampling, tenant, self._facts, urgency, emitted)
+        params = sampling_params(sampling, tenant, self._facts, urgency, emitted, claim)
         self._serial += 1
         name = f"{key}.{self._serial}"
         salt = tenant.cache_salt or None
@@ -202,8 +212,23 @@ class CoreConnection:
         self._serial += 1
         return self._serial, [ENGINE_IDENTITY, UTILITY, self._encode((_CLIENT, self._serial, method, args))]
 
+    def survey(self) -> tuple[int, Frames]:
+        """Ask a core that somebody else has spoken to what it runs; what it has sent before it answers is old."""
+        self._survey, frames = self.call(SURVEY)
+        return self._survey, frames
+
+    def _surveyed(self, found: Sequence[tuple[str, str, bytes]]) -> None:
+        for name, claim, token_ids in found:
+            key = int(name.partition(".")[0])
+            self._keys[name] = key
+            self._names[key] = name
+            self.survivors.add(key, claim, array.array("I", token_ids))
+
     def receive(self, frames: Sequence[bytes]) -> Received:
-        """Take one message of the output socket. Raises msgspec.DecodeError when it is not vLLM's."""
+        """Take one message of the output socket. Raises msgspec.DecodeError when it is not vLLM's.
+
+        From the answer to a survey on, outputs of survivors come here, too.
+        """
         if frames[0] == ENGINE_DEAD:
             return Received([], None, True)
         message = self._decode(frames[0])
@@ -222,7 +247,10 @@ class CoreConnection:
             if item.finish_reason is not None:
                 self._finish(name, key, item, output)
             outputs.append(output)
-        return Received(outputs, message.utility_output, False)
+        reply = message.utility_output
+        if reply is not None and self._survey and reply.call_id == self._survey and reply.failure_message is None:
+            self._surveyed(reply.result[1])
+        return Received(outputs, reply, False)
 
     def _finish(self, name: str, key: int, item: EngineCoreOutput, output: Output) -> None:
         del self._keys[name], self._names[key]

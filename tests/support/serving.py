@@ -172,6 +172,27 @@ def received(socket: websockets.sync.client.ClientConnection) -> Any:
     return json.loads(socket.recv(LIMIT_S))
 
 
+def children(parent: int) -> list[int]:
+    """Return the processes that a process has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        if int(fields[1]) == parent:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def engine_core(daemon: Daemon) -> int:
+    """Return the EngineCore: the child of the fork server, whose parent is the engine host, or else the supervisor."""
+    nearest = [*children(daemon.child("engine host").pid), *children(daemon.pid)]
+    (zygote,) = (pid for pid in nearest if b"vllm_zygote" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    (core,) = children(zygote)
+    return core
+
+
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[Serving]:
     """Run the daemon, with `folder / "model"` as a link to the model."""

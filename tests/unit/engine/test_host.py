@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ from seedance.engine.host import EngineHost
 from seedance.engine.ledger import STREAMS, Ledger
 from seedance.engine.packets import PacketSocket, pair
 from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, TenantContext, Urgency
+from seedance.engine.scheduling import TenantLimits, TenantStatistics
 from seedance.engine.settings import EngineSettings, FailoverSettings
+from seedance.engine.survivors import claim_of
+from seedance.engine.vllm_control import Launch, LeftCore, VllmSettings
 from seedance.errors import EngineDead, EngineError
 from seedance.qos.gpu import GpuPart
 
@@ -65,6 +69,10 @@ class FakeAdapter:
         self.statistics_never_come = False
         self.events: EngineEvents
         self.core_pid: int | None = None
+        self.unclaimed: Collection[int] = ()
+        self.claimable: dict[tuple[str, tuple[int, ...]], Output] = {}
+        self.claims: list[str] = []
+        self.remembered: list[ModelInfo] = []
 
     async def start(self, events: EngineEvents) -> ModelInfo:
         self.events = events
@@ -82,12 +90,20 @@ class FakeAdapter:
         sampling: Sampling,
         urgency: Urgency = NOT_URGENT,
         emitted_token_ids: Sequence[int] = (),
+        claim: str = "",
     ) -> None:
         if self.refuse is not None:
             raise self.refuse
+        self.claims.append(claim)
         self.urgencies.append(urgency)
         self.emitted.append(list(emitted_token_ids))
         self.submitted.append((key, tenant.name, list(prompt_token_ids), sampling))
+
+    def claim(self, claim: str, emitted_token_ids: Sequence[int]) -> Output | None:
+        return self.claimable.pop((claim, tuple(emitted_token_ids)), None)
+
+    def remember(self, model: ModelInfo) -> None:
+        self.remembered.append(model)
 
     def abort(self, keys: Sequence[int]) -> None:
         self.aborted += keys
@@ -119,9 +135,20 @@ class FakeSource:
     def __init__(self, *adapters: FakeAdapter) -> None:
         self.adapters = list(adapters)
         self.created: list[EngineSettings] = []
+        self.rows: list[int] = []
+        self.left_rows: list[int] = []
+        self.most: list[int] = []
         self.stopped = 0
 
-    def create(self, settings: EngineSettings, ledger: Ledger) -> EngineAdapter:
+    async def left(self, settings: EngineSettings, most: int) -> Sequence[LeftCore]:
+        self.most.append(most)
+        vllm = VllmSettings(model="m", name="m", run_dir="/")
+        launches = [Launch(number, vllm, "ipc://in", "ipc://out", row) for number, row in enumerate(self.left_rows)]
+        return [LeftCore(launch, 100 + launch.launch, None) for launch in launches]
+
+    def create(self, settings: EngineSettings, ledger: Ledger, left: LeftCore | None = None) -> EngineAdapter:
+        assert left is None or left.engine_row == ledger.engine_row
+        self.rows.append(ledger.engine_row)
         self.created.append(settings)
         return self.adapters.pop(0) if len(self.adapters) > 1 else self.adapters[0]
 
@@ -145,7 +172,16 @@ class Scene:
         self.worker.setblocking(False)
         self._receiver: Receiver[ToWorker] = Receiver(ToWorker)
 
-    def start(self, *adapters: FakeAdapter, queue: int = 0, gpu: GpuPart | None = None, **failover: Any) -> None:
+    def start(
+        self,
+        *adapters: FakeAdapter,
+        queue: int = 0,
+        gpu: GpuPart | None = None,
+        left: Sequence[int] = (),
+        ledger: Ledger | None = None,
+        **failover: Any,
+    ) -> None:
+        """`left` are the rows of engines that another host left."""
         settings = EngineSettings(
             kind="synthetic",
             name="s",
@@ -155,7 +191,8 @@ class Scene:
             failover=FailoverSettings(**failover),
         )
         self.source = FakeSource(*(adapters or [self.adapter]))
-        self.host.start_engine(self.source, settings, Ledger.create())
+        self.source.left_rows += left
+        self.host.start_engine(self.source, settings, ledger or Ledger.create())
 
     def _link_closed(self) -> None:
         """The host has gone; tests see it by what it stopped."""
@@ -370,6 +407,29 @@ async def test_starts_of_a_standby_that_fail_do_not_hold_up_the_engine_that_is_n
         first.die("killed")
         await settle()
         assert it.states() == ["starting", "ready", "recovering", "ready"]
+
+
+@run
+async def test_no_stream_waits_for_the_collector_when_an_engine_takes_over() -> None:
+    collected: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        collected.append(phase)
+
+    async with scene(start=False) as it:
+        first = FakeAdapter()
+        it.start(first, FakeAdapter(), standby=True)
+        await asyncio.sleep(5)
+        gc.disable()
+        gc.callbacks.append(note)
+        try:
+            first.die("killed")
+            await settle()
+        finally:
+            gc.callbacks.remove(note)
+            gc.enable()
+        assert it.states()[-1] == "ready"
+        assert collected == []
 
 
 @run
@@ -685,3 +745,87 @@ async def test_how_urgent_a_request_is_reaches_the_engine() -> None:
         urgent = Urgency(12.5, 0.25, 0.01)
         await it.say(Submit(1, [1], Sampling(max_tokens=3), urgent), Submit(2, [1], Sampling(max_tokens=3)))
         assert it.adapter.urgencies == [urgent, NOT_URGENT]
+
+
+# -- engines of a host that has died ----------------------------------------------------------------------------------
+
+
+@run
+async def test_host_goes_on_with_the_engines_of_the_last_one() -> None:
+    async with scene(start=False) as it:
+        ledger = Ledger.create()
+        ledger.choose(3)
+        ledger.set_limits(1, TenantLimits())
+        told = TenantStatistics(
+            step_s=1.5,
+            prompt_tokens=1,
+            cached_tokens=0,
+            output_tokens=2,
+            held_s=0.0,
+            preemptions=0,
+            recomputed_tokens=0,
+            queue_s=0.0,
+            started=1,
+            running=1,
+            waiting=0,
+            kv_blocks=3,
+            is_held=False,
+        )
+        ledger.set_statistics(1, told)
+        active, standby = FakeAdapter(), FakeAdapter()
+        it.start(active, standby, left=[3, 5], standby=True, ledger=ledger)
+        await asyncio.sleep(5)
+        assert (it.source.most, it.source.rows) == ([2], [3, 5])
+        assert it.states() == ["ready"]
+        assert it.host.engines is not None
+        assert (it.host.engines.standing_by, len(it.host.engines.all)) == (1, 2)
+        assert (ledger.active_row, ledger.statistics(1)) == (3, told)
+        active.die("killed")
+        await settle()
+        assert ledger.active_row == 5
+        assert ledger.statistics(1) is None
+
+
+@run
+async def test_engine_that_does_not_answer_its_new_host_is_followed_by_another_one() -> None:
+    async with scene(start=False) as it:
+        silent, fresh = FakeAdapter(), FakeAdapter()
+        silent.fail_start = EngineDead("it does not answer")
+        it.start(silent, fresh, left=[3])
+        await asyncio.sleep(5)
+        assert (silent.stopped, it.states()[-1]) == (1, "ready")
+        await it.say(Submit(1, [1], Sampling(max_tokens=3)))
+        assert len(fresh.submitted) == 1
+
+
+@run
+async def test_what_an_engine_went_on_with_is_taken_over_by_who_asks_for_it_again() -> None:
+    async with scene(start=False) as it:
+        it.adapter.unclaimed = {0, 1}
+        it.start(left=[0])
+        await settle()
+        assert it.adapter.remembered == [MODEL]
+        sampling = Sampling(max_tokens=9)
+        claims = [claim_of("acme", stream, [1, 2], sampling) for stream in range(4)]
+        it.adapter.claimable = {
+            (claims[1], (5,)): Output(0, [6, 7], None, None, 16),
+            (claims[2], ()): Output(1, []),
+            (claims[3], (5,)): Output(9, [6], FinishReason.STOP),
+        }
+        it.heard()
+        await it.say(*(Submit(stream, [1, 2], sampling, NOT_URGENT, [5] if stream % 2 else []) for stream in range(4)))
+        assert [key for key, *_ in it.adapter.submitted] == [2]
+        assert it.adapter.claims == [claims[0]]
+        assert it.heard() == [
+            Batch([Delta(1, [6, 7], None, None, 16)]),
+            Batch([Delta(3, [6], FinishReason.STOP)]),
+        ]
+        it.host.step_completed([Output(0, [8]), Output(1, [5]), Output(2, [5])])
+        assert it.heard() == [Batch([], pack_singles([1, 8, 2, 5, 0, 5]))]
+        assert list(it.host._generations[0].token_ids) == [5, 6, 7, 8]
+        it.adapter.die("killed")
+        await settle()
+        again = dict(zip([key for key, *_ in it.adapter.submitted], it.adapter.emitted, strict=True))
+        assert again == {0: [5, 6, 7, 8], 1: [5], 2: [5]}
+        await it.say(Abort([1]))
+        assert it.adapter.aborted == [0]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from seedance.engine.model_shapes import ModelConfig
 from seedance.engine.model_swap import LATE_S, ModelSwap
 from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, TenantContext, TokenLogprobs, Urgency
 from seedance.engine.settings import EngineSettings, FailoverSettings
+from seedance.engine.vllm_control import LeftCore
 from seedance.errors import EngineDead, EngineError
 
 OLD = EngineSettings(kind="vllm", name="m", model="/old", load="beside")
@@ -44,6 +45,7 @@ class FakeAdapter:
         self.aborted: list[int] = []
         self.stopped = False
         self.core_pid: int | None = None
+        self.unclaimed: Collection[int] = ()
 
     async def start(self, events: EngineEvents) -> ModelInfo:
         self.events = events
@@ -69,6 +71,7 @@ class FakeAdapter:
         sampling: Sampling,
         urgency: Urgency = NOT_URGENT,
         emitted_token_ids: Sequence[int] = (),
+        claim: str = "",
     ) -> None:
         if self.refusal is not None:
             raise self.refusal
@@ -76,6 +79,12 @@ class FakeAdapter:
             positions = [TokenLogprobs([7, 8], [self.logprob, -2.0], 1)] * sampling.max_tokens
             output = Output(key, [7] * sampling.max_tokens, FinishReason.LENGTH, positions)
             asyncio.get_running_loop().call_later(1, lambda: self.events.step_completed([output]))
+
+    def claim(self, claim: str, emitted_token_ids: Sequence[int]) -> Output | None:
+        return None
+
+    def remember(self, model: ModelInfo) -> None:
+        pass
 
     def abort(self, keys: Sequence[int]) -> None:
         self.aborted += keys
@@ -104,7 +113,10 @@ class FakeSource:
         self.adapters: list[FakeAdapter] = []
         self.prepare: Callable[[FakeAdapter], object] = lambda adapter: None
 
-    def create(self, settings: EngineSettings, ledger: Ledger) -> EngineAdapter:
+    async def left(self, settings: EngineSettings, most: int) -> Sequence[LeftCore]:
+        return ()
+
+    def create(self, settings: EngineSettings, ledger: Ledger, left: LeftCore | None = None) -> EngineAdapter:
         adapter = FakeAdapter(settings)
         self.prepare(adapter)
         self.adapters.append(adapter)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import array
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from seedance.engine import vllm_control as control
-from seedance.engine.vllm_core import reason_of, resolve_model
+from seedance.engine.vllm_core import reason_of, resolve_model, survey
 from seedance.errors import EngineDead
 
 
@@ -79,3 +81,17 @@ def test_control_messages_keep_their_kind() -> None:
         control.Preloaded("0.32.0", 7.5),
     ):
         assert msgspec.json.decode(msgspec.json.encode(news), type=control.ToAdapter) == news
+
+
+def test_a_survey_tells_what_runs_by_name_and_claim() -> None:
+    def running(output_token_ids: list[int], extra_args: object) -> SimpleNamespace:
+        params = SimpleNamespace(extra_args=extra_args)
+        return SimpleNamespace(output_token_ids=output_token_ids, sampling_params=params)
+
+    requests = {"1.1": running([7, 8], {"claim": "c", "row": 2}), "2.2": running([], {}), "3.3": running([5], None)}
+    core = SimpleNamespace(scheduler=SimpleNamespace(requests=requests))
+    assert survey(core) == [
+        ("1.1", "c", array.array("I", [7, 8]).tobytes()),
+        ("2.2", "", b""),
+        ("3.3", "", array.array("I", [5]).tobytes()),
+    ]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from seedance.engine.ledger import Ledger
 from seedance.engine.vllm_control import VllmSettings
-from seedance.engine.vllm_process import environment, exit_text, last_line
+from seedance.engine.vllm_process import environment, exit_text, identity_of, last_line
 from seedance.qos.gpu import GpuPart
 
 
@@ -68,3 +71,23 @@ def test_the_part_of_a_gpu_is_told_to_cuda() -> None:
     assert env["CUDA_MPS_PIPE_DIRECTORY"] == "/run/nvidia-mps"
     whole = VllmSettings(model="m", name="m", run_dir="/run/x")
     assert environment(whole, {"CUDA_VISIBLE_DEVICES": "7"})["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+def test_fork_servers_are_the_same_if_they_would_be_started_alike_on_the_same_ledger(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    ledger, another = Ledger.create(), Ledger.create()
+    settings = VllmSettings(model=str(tmp_path), name="m", run_dir="/run/x", threads=1)
+    other_model = msgspec.structs.replace(settings, model=str(tmp_path / "other"), name="n", kv_bytes=7)
+    identity = identity_of(settings, ledger)
+    assert identity_of(other_model, ledger) == identity
+    differing: list[dict[str, Any]] = [
+        {"threads": 2},
+        {"python": "/p"},
+        {"enforce_eager": False},
+        {"gpu": GpuPart(device="1")},
+    ]
+    for change in (*differing, {"cache_dir": "/c"}, {"model": "org/model"}):
+        assert identity_of(msgspec.structs.replace(settings, **change), ledger) != identity
+    assert identity_of(settings, another) != identity
+    ledger.close()
+    another.close()

@@ -253,3 +253,41 @@ def test_layout_differences_are_named() -> None:
     assert moved.startswith("_Moved begins with ['new_token_ids', 'request_id'] instead of ['request_id'")
     assert wire.layout_difference(SamplingParams, _Renamed) == "_Renamed has no field 'frequency_penalty'"
     assert wire.layout_difference(SamplingParams, _Defaulted) == "_Defaulted.temperature defaults to 0.7 instead of 1.0"
+
+
+def test_the_next_host_goes_on_with_what_a_core_tells_it_to_run() -> None:
+    last = connection()
+    assert last.submit(4, TENANT, [5], Sampling(max_tokens=8), 1.0, claim="c")[0] == wire.ENGINE_IDENTITY
+    core = wire.CoreConnection(FACTS, hosts=2)
+    number, frames = core.survey()
+    assert frames[1] == wire.UTILITY
+    assert msgspec.msgpack.decode(frames[2]) == [0, number, "seedance_survey", []]
+    assert core.receive([message(output("4.1", [7]))]) == wire.Received([], None, False)  # from before, and counted
+    found = [["4.1", "c", array.array("I", [6, 7]).tobytes()], ["9.3", "", b""]]
+    assert core.receive([message(utility=[number, None, [None, found]])]).reply is not None
+    assert set(core.survivors.keys) == {4, 9}
+    assert core.receive([message(output("4.1", [8]))]).outputs == [Output(4, [8])]
+    with pytest.raises(EngineError, match="cannot begin generation 4: it is already running"):
+        submit(core, 4)
+    assert submit(core, 5)[0] != "5.1"
+    aborted = core.abort([9])
+    assert aborted is not None
+    assert msgspec.msgpack.decode(aborted[2]) == ["9.3"]
+    assert core.receive([message(output("4.1", [9], finish_reason=LENGTH))]).outputs == [
+        Output(4, [9], FinishReason.LENGTH)
+    ]
+
+
+def test_a_survey_that_fails_finds_nothing() -> None:
+    core = wire.CoreConnection(FACTS, hosts=2)
+    number, _ = core.survey()
+    reply = core.receive([message(utility=[number, "no such method", None])]).reply
+    assert reply is not None
+    assert reply.failure_message == "no such method"
+    assert not core.survivors
+
+
+def test_a_claim_goes_to_the_core_with_the_request() -> None:
+    claimed = connection().submit(4, TENANT, [5], Sampling(max_tokens=8), 1.0, claim="c")
+    assert msgspec.msgpack.decode(claimed[2])[3]["extra_args"]["claim"] == "c"
+    assert "claim" not in submit(connection(), 4)[3]["extra_args"]
