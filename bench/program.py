@@ -20,12 +20,12 @@ def command_line(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def run(main: Callable[[], None], *failures: type[Exception]) -> None:
-    """Run a comparison; SIGTERM unwinds it, and a BenchError, or one of `failures`, ends it with its text."""
+def run(main: Callable[[], None], failures: tuple[type[Exception], ...] = (BenchError,)) -> None:
+    """Run a comparison; SIGTERM unwinds it, and one of `failures` ends it with its text."""
     end_in_order()
     try:
         main()
-    except (BenchError, *failures) as exc:
+    except failures as exc:
         sys.exit(str(exc))
 
 

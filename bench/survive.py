@@ -141,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    program.run(main, NotOnce)
+    program.run(main, (BenchError, NotOnce))
