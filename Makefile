@@ -28,8 +28,9 @@ run: ## Serve a model: ENGINE=vllm|synthetic MODEL=hub-name|path|file.gguf PORT=
 
 # LAYERS="unit component" runs these alone; EXPECT="vm e2e" fails when one of these was skipped.
 .PHONY: test
-test: bpf ## All test layers, in order, up to the first that fails: LAYERS="..." EXPECT="..."
-	@$(SETUP) base dev
+test: ## All test layers, in order, up to the first that fails: LAYERS="..." EXPECT="..."
+	@$(SETUP) base dev bpf
+	@$(MAKE) bpf
 	@$(PY) tests/layers.py --expect "$(EXPECT)" $(LAYERS)
 
 .PHONY: test-bpf

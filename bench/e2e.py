@@ -14,7 +14,6 @@ import argparse
 import json
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +27,9 @@ from tokenizers import Tokenizer
 
 from bench.frontend import PROMPT_WORDS, cut_to
 from bench.openai_servers import MODEL, PATH, PEERS, Seedanced, ServerProcess
-from bench.processes import BenchError, add_core_arguments, end_in_order
-from bench.report import BUILD, Spread, add_ratio, draw, machine, publish, rounded, save, say, spread, turn, versions
+from bench.processes import BenchError, add_core_arguments
+from bench.program import command_line, run, started
+from bench.report import Spread, add_ratio, draw, machine, publish, rounded, save, say, spread, turn, versions
 from bench.serve_report import ClientReport, Sample, combined, parse_report
 from bench.vllm_rust import vllm_rust
 
@@ -192,8 +192,7 @@ def numbers(text: str) -> list[int]:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Compare servers end to end; see bench/README.md.")
-    parser.add_argument("--build", type=Path, default=BUILD)
+    parser = command_line("Compare servers end to end")
     parser.add_argument("--concurrency", type=numbers, default=[1, 64, 256])
     parser.add_argument("--tenants", type=numbers, default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
@@ -205,9 +204,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Run the comparison and print its result."""
-    end_in_order()
     arguments = parse_arguments()
-    arguments.build = arguments.build.resolve()
     arguments.build.mkdir(parents=True, exist_ok=True)
     arguments.program, arguments.model_dir = vllm_rust(), tiny_model()
     arguments.tokenizer = Tokenizer.from_file(str(arguments.model_dir / "tokenizer.json"))
@@ -221,8 +218,7 @@ def main() -> None:
             if kind.NAME in names:
                 servers[kind.NAME] = kind(arguments.model_dir, arguments.build, arguments.server_cores)
         for server in servers.values():
-            stack.callback(server.stop)
-            server.start()
+            stack.enter_context(started(server))
         if OURS in servers:
             for tenant in range(max(arguments.tenants)):
                 servers[OURS].ask({"model": MODEL, "prompt": "x", "max_tokens": 1}, tenant)
@@ -234,7 +230,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchError as exc:
-        sys.exit(str(exc))
+    run(main)

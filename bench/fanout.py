@@ -26,6 +26,7 @@ from bench.contender import Contender, Idle, Run, Server
 from bench.contender_seedance import Seedance
 from bench.fanout_peers import SERVERS
 from bench.processes import BenchError
+from bench.program import command_line, run
 from bench.report import Spread, draw, machine, percentile, publish, rounded, save, say, spread, turn, versions
 
 OURS: Final = "seedance"
@@ -225,8 +226,7 @@ def picture(path: Path, sizes: Sequence[Size]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Compare fan-out rates; see bench/README.md.")
-    parser.add_argument("--build", type=Path, default=Path("build/bench"))
+    parser = command_line("Compare fan-out rates")
     parser.add_argument("--connections", default="64,1000,10000")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1.0, help="length of one run")
@@ -239,7 +239,6 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Run the comparison and print its result."""
     arguments = parse_arguments()
-    arguments.build = arguments.build.resolve()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     load = machine()["load_1min"]
@@ -257,7 +256,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchError as exc:
-        sys.exit(str(exc))
+    run(main)

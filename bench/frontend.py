@@ -13,7 +13,6 @@ object; `README.md` in this folder explains its keys.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,8 +23,9 @@ from support.tiny_model import tiny_model
 from tokenizers import Tokenizer
 
 from bench.openai_servers import MODEL, PEERS, SERVERS, Seedanced, ServerProcess
-from bench.processes import BenchError, LineProcess, add_core_arguments, end_in_order, spent
-from bench.report import BUILD, Spread, add_ratio, draw, machine, publish, rounded, save, say, spread, turn, versions
+from bench.processes import BenchError, LineProcess, add_core_arguments, spent
+from bench.program import command_line, run, started
+from bench.report import Spread, add_ratio, draw, machine, publish, rounded, save, say, spread, turn, versions
 from seedance.daemon.protocol.fm_frame import frame
 from seedance.daemon.protocol.fm_messages import Hello, encode_payload
 
@@ -220,8 +220,7 @@ def picture(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Compare front ends; see bench/README.md.")
-    parser.add_argument("--build", type=Path, default=BUILD)
+    parser = command_line("Compare front ends")
     parser.add_argument("--streams", default="64,256")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
@@ -233,9 +232,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Run the comparison and print its result."""
-    end_in_order()
     arguments = parse_arguments()
-    arguments.build = arguments.build.resolve()
     names = arguments.lanes.split(",")
     if unknown := set(names) - set(LANES):
         raise BenchError(f"cannot run {', '.join(sorted(unknown))}: the lanes are {', '.join(LANES)}")
@@ -248,8 +245,7 @@ def main() -> None:
             if kind.NAME not in {OURS if name in FM_LANES else name for name in names}:
                 continue
             servers[kind.NAME] = server = kind(model_dir, arguments.build, arguments.server_cores)
-            stack.callback(server.stop)
-            server.start()
+            stack.enter_context(started(server))
             check(server, prompt, arguments.prompt_tokens, arguments.tokens)
         lanes = {}
         for name in names:
@@ -263,7 +259,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchError as exc:
-        sys.exit(str(exc))
+    run(main)

@@ -11,7 +11,6 @@ to standard error, raw samples into the build folder, and the last line of stand
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,9 +19,9 @@ from typing import Any, Final
 
 import msgspec
 
-from bench.processes import BenchError, add_core_arguments, end_in_order
+from bench.processes import BenchError, add_core_arguments
+from bench.program import command_line, run, started
 from bench.report import (
-    BUILD,
     Spread,
     add_ratio,
     draw,
@@ -188,8 +187,7 @@ def picture(path: Path, rounds: Sequence[Round]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Hold idle WebSockets; see bench/README.md.")
-    parser.add_argument("--build", type=Path, default=BUILD)
+    parser = command_line("Hold idle WebSockets")
     parser.add_argument("--connections", type=int, default=100_000)
     parser.add_argument("--tenants", type=int, help="as many as it takes without it")
     parser.add_argument("--rounds", type=int, default=3)
@@ -202,9 +200,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Run the comparison and print its result."""
-    end_in_order()
     arguments = parse_arguments()
-    arguments.build = arguments.build.resolve()
     tenants = arguments.tenants or tenants_for(arguments.connections, raise_descriptors())
     arguments.streams = max(tenants, round(arguments.connections * STREAMING))
     rounds = []
@@ -216,8 +212,7 @@ def main() -> None:
             "engine.synthetic": {"tokens_per_s": TOKENS_PER_S},
         }
         server = SyntheticServer(arguments.build, arguments.server_cores, tenants, most, tables)
-        stack.callback(server.stop)
-        server.start()
+        stack.enter_context(started(server))
         idle = Clients(server, parts(arguments.connections, tenants), arguments.build, arguments.client_cores, "idle")
         stack.callback(idle.stop)
         busy = Clients(server, parts(arguments.streams, tenants), arguments.build, arguments.client_cores, "busy")
@@ -237,7 +232,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchError as exc:
-        sys.exit(str(exc))
+    run(main)

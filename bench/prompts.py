@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,9 +26,9 @@ from tokenizers import Tokenizer
 
 from bench.frontend import PROMPT_WORDS
 from bench.openai_servers import MODEL, PATH
-from bench.processes import BenchError, add_core_arguments, end_in_order
+from bench.processes import BenchError, add_core_arguments
+from bench.program import command_line, run, started
 from bench.report import (
-    BUILD,
     Spread,
     draw,
     machine,
@@ -199,8 +198,7 @@ def picture(path: Path, rounds: Sequence[Round]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Tokenise long prompts beside live streams; see bench/README.md.")
-    parser.add_argument("--build", type=Path, default=BUILD)
+    parser = command_line("Tokenise long prompts beside live streams")
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=200_000)
@@ -213,9 +211,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Run the measurement and print its result."""
-    end_in_order()
     arguments = parse_arguments()
-    arguments.build = arguments.build.resolve()
     raise_descriptors()
     model_dir: Path = (arguments.tokenizer or tiny_model()).resolve()
     text = text_of(Tokenizer.from_file(str(model_dir / "tokenizer.json")), arguments.prompt_tokens)
@@ -228,8 +224,7 @@ def main() -> None:
     with ExitStack() as stack:
         most = arguments.streams + arguments.prompts
         server = SyntheticServer(arguments.build, arguments.server_cores, len(WHOSE), most, tables)
-        stack.callback(server.stop)
-        server.start()
+        stack.enter_context(started(server))
         streams = Clients(server, [arguments.streams], arguments.build, arguments.client_cores, "prompts")
         stack.callback(streams.stop)
         streams.connect()
@@ -252,7 +247,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchError as exc:
-        sys.exit(str(exc))
+    run(main)

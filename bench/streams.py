@@ -14,7 +14,6 @@ import argparse
 import array
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +22,9 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from bench.processes import BenchError, add_core_arguments, end_in_order
-from bench.report import BUILD, Spread, draw, machine, publish, rounded, save, say, spread, versions
+from bench.processes import BenchError, add_core_arguments
+from bench.program import command_line, run, started
+from bench.report import Spread, draw, machine, publish, rounded, save, say, spread, versions
 from bench.synthetic import Clients, SyntheticServer, parts, raise_descriptors, request
 from seedance.engine.ledger import EngineRecord, Ledger
 
@@ -159,8 +159,7 @@ def picture(path: Path, rounds: Sequence[Round]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Stream at a steady pace; see bench/README.md.")
-    parser.add_argument("--build", type=Path, default=BUILD)
+    parser = command_line("Stream at a steady pace")
     parser.add_argument("--streams", type=int, default=2048)
     parser.add_argument("--rate", type=int, default=20, help="tokens/s of each stream")
     parser.add_argument("--seconds", type=int, default=60)
@@ -172,9 +171,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Run the measurement and print its result."""
-    end_in_order()
     arguments = parse_arguments()
-    arguments.build = arguments.build.resolve()
     raise_descriptors()
     counts = parts(arguments.streams, arguments.tenants)
     rounds, samples = [], []
@@ -182,8 +179,7 @@ def main() -> None:
         # Those of the last round may not be over yet.
         tables = {"engine.synthetic": {"tokens_per_s": arguments.rate}}
         server = SyntheticServer(arguments.build, arguments.server_cores, arguments.tenants, 2 * max(counts), tables)
-        stack.callback(server.stop)
-        server.start()
+        stack.enter_context(started(server))
         ledger = ledger_of(server.pid_of("seed-engine"))
         stack.callback(ledger.close)
         clients = Clients(server, counts, arguments.build, arguments.client_cores, "streams")
@@ -202,7 +198,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchError as exc:
-        sys.exit(str(exc))
+    run(main)

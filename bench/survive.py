@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,10 +19,11 @@ from typing import Any, Final
 
 import msgspec
 
+from bench import program
 from bench.absence import absences
 from bench.exactly_once import NotOnce
-from bench.processes import BenchError, end_in_order
-from bench.report import BUILD, Spread, add_ratio, draw, machine, publish, rounded, save, spread, versions
+from bench.processes import BenchError
+from bench.report import Spread, add_ratio, draw, machine, publish, rounded, save, spread, versions
 from bench.survive_clients import RESUMED_TOKENS_PER_S, Kept, Resumes, kept, resumes
 from bench.survive_daemon import DAEMON_DEATHS, daemon_deaths, managed
 from bench.survive_engine import ENGINE_DEATHS, Sample, engine_deaths
@@ -113,8 +113,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> Found:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     every = (*ENGINE_DEATHS, *DAEMON_DEATHS)
-    parser = argparse.ArgumentParser(description="Let processes die under streams; see bench/README.md.")
-    parser.add_argument("--build", type=Path, default=BUILD)
+    parser = program.command_line("Let processes die under streams")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=200, help="of each stream of the daemon")
     parser.add_argument("--parts", default=",".join(PARTS))
@@ -129,9 +128,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Run all and print the result."""
-    end_in_order()
     arguments = parse_arguments()
-    build = arguments.build.resolve()
+    build = arguments.build
     with tempfile.TemporaryDirectory(prefix="seedance-") as name:
         found = run(arguments, Path(name))
     save(build / "survive.json", {"machine": machine(), "found": found})
@@ -143,7 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (BenchError, NotOnce) as exc:
-        sys.exit(str(exc))
+    program.run(main, (BenchError, NotOnce))

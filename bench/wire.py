@@ -11,7 +11,6 @@ goes to standard error, raw samples into the build folder, and the last line of 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,8 +21,9 @@ from support.tiny_model import tiny_model
 
 from bench.frontend import PROMPT_WORDS
 from bench.openai_servers import MODEL, SERVERS, Seedanced, ServerProcess
-from bench.processes import BenchError, add_core_arguments, end_in_order
-from bench.report import BUILD, Spread, draw, machine, publish, rounded, save, say, spread, versions
+from bench.processes import BenchError, add_core_arguments
+from bench.program import command_line, run, started
+from bench.report import Spread, draw, machine, publish, rounded, save, say, spread, versions
 from bench.wire_client import Answer, ask_fm, ask_json, ask_sse
 
 # IPv4 and TCP with timestamps, as Linux sends them.
@@ -168,8 +168,7 @@ def picture(path: Path, samples: Sequence[Sample]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Compare bytes per token; see bench/README.md.")
-    parser.add_argument("--build", type=Path, default=BUILD)
+    parser = command_line("Compare bytes per token")
     parser.add_argument("--tokens", type=int, default=512, help="of each answer")
     parser.add_argument("--prompts", type=int, default=8, help="answers by each door")
     parser.add_argument("--model", type=Path, help="a model's folder; the tests' tiny one without it")
@@ -180,9 +179,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Run the comparison and print its result."""
-    end_in_order()
     arguments = parse_arguments()
-    arguments.build = arguments.build.resolve()
     doors = arguments.doors.split(",")
     if unknown := set(doors) - set(DOORS):
         raise BenchError(f"cannot ask {', '.join(sorted(unknown))}: the doors are {', '.join(DOORS)}")
@@ -192,8 +189,7 @@ def main() -> None:
             if all(DOORS[door][0] != kind.NAME for door in doors):
                 continue
             servers[kind.NAME] = kind(arguments.model or tiny_model(), arguments.build, arguments.server_cores)
-            stack.callback(servers[kind.NAME].stop)
-            servers[kind.NAME].start()
+            stack.enter_context(started(servers[kind.NAME]))
         samples = measure(servers, doors, arguments)
     save(arguments.build / "wire.json", {"machine": machine(), "samples": samples})
     picture(arguments.build / "wire.png", samples)
@@ -201,7 +197,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchError as exc:
-        sys.exit(str(exc))
+    run(main)

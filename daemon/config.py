@@ -16,6 +16,18 @@ from typing import Any, Final
 import msgspec
 
 from seedance.daemon import network_settings
+from seedance.daemon.config_values import (
+    at_least,
+    read_connections,
+    read_devices,
+    read_duration,
+    read_folder,
+    read_horizon,
+    read_part,
+    read_probability,
+    read_rate,
+    read_tables,
+)
 from seedance.daemon.network_settings import NetworkSettings
 from seedance.engine.settings import EngineSettings
 from seedance.errors import ConfigError
@@ -24,7 +36,6 @@ from seedance.qos.quota import BUILT_IN_CLASSES, SchedulingClass
 from seedance.qos.settings import KernelSettings
 from seedance.qos.toml import (
     Field,
-    Reader,
     Schema,
     above_zero,
     flag,
@@ -42,11 +53,6 @@ DEFAULT_PATH: Final = "/etc/seedance/seedanced.toml"
 # sockaddr_un holds 108 bytes with the closing zero.
 _UNIX_PATH_BYTES: Final = 107
 _MAX_PORT: Final = 65_535
-_MAX_PER_S: Final = 1e9
-_LEAST_CONNECTIONS_PER_S: Final = 0.001
-_LONGEST_HORIZON_S: Final = 60.0
-# IFNAMSIZ is 16 with the closing zero; dev_valid_name() forbids "/", ":" and white space.
-_DEVICE: Final = re.compile(r"[^\s/:]{1,15}")
 _ENDPOINT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)):(\d{1,5})", re.ASCII)
 
 
@@ -249,78 +255,12 @@ def _read_addresses(value: object) -> tuple[Address, ...]:
     return addresses
 
 
-def _per_second(value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_PER_S:
-        raise ValueError(f"cannot take {units.shown(value)}; write a number from 0 to {_MAX_PER_S:.0f}")
-    return float(value)
-
-
-def _read_connections(value: object) -> float:
-    rate = _per_second(value)
-    if rate < _LEAST_CONNECTIONS_PER_S:
-        least = f"{_LEAST_CONNECTIONS_PER_S:g}"
-        raise ValueError(f'cannot take {units.shown(value)}; write a number from {least} up, or "unlimited"')
-    return rate
-
-
-def _read_horizon(value: object) -> float:
-    horizon_s = units.parse_duration(value)
-    if not 0 < horizon_s <= _LONGEST_HORIZON_S:
-        raise ValueError(f'cannot take {units.shown(value)}; write e.g. "2s", "{_LONGEST_HORIZON_S:g}s" at most')
-    return horizon_s
-
-
-def _read_folder(value: object) -> str:
-    path = text(value)
-    if not path.startswith("/"):
-        raise ValueError(f"cannot take {units.shown(value)}: write a whole path, from '/'")
-    return os.path.normpath(path)
-
-
-def _read_devices(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(name, str) and _DEVICE.fullmatch(name) for name in value):
-        raise ValueError('cannot take anything but a list of network devices; write e.g. ["eth0", "lo"]')
-    return tuple(value)
-
-
-def _read_probability(value: object) -> float:
-    probability = units.parse_percentage(value)
-    if probability > 1:
-        raise ValueError(f'cannot take {units.shown(value)} as a probability; write "100%" at most')
-    return probability
-
-
-def _read_part(value: object) -> float:
-    part = units.parse_percentage(value)
-    if not 0 < part <= 1:
-        raise ValueError(f'cannot take {units.shown(value)} as a part; write something above "0%", "100%" at most')
-    return part
-
-
-def _read_tables(value: object) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise ValueError('cannot take a value where tables belong; write e.g. "[classes.night]"')
-    return value
-
-
-def _at_least(least: int, read: Reader, example: str) -> Reader:
-    def read_at_least(value: object) -> Any:
-        quantity = read(value)
-        if quantity < least:
-            raise ValueError(f'cannot take {units.shown(value)}: it is too small to work; write e.g. "{example}"')
-        return quantity
-
-    return read_at_least
-
-
-_duration: Final = above_zero(units.parse_duration)
-
 SCHEMA: Final[Schema] = {
     "listen": {
         "tcp": Field("tcp", _read_addresses),
         "unix": Field("unix", text),
         **network_settings.SCHEMA,
-        "at": Field("at", _read_tables),
+        "at": Field("at", read_tables),
     },
     "paths": {"state": Field("state", text), "run": Field("run", text), "tenants": Field("tenants", text)},
     "engine": {
@@ -331,8 +271,8 @@ SCHEMA: Final[Schema] = {
         "max_model_len": Field("max_model_len", whole(2, 1 << 30)),
         "max_streams": Field("max_streams", whole(1, 65_536)),
         "queue": Field("queue", whole(1, 65_536)),
-        "step_target": Field("step_target_s", _duration),
-        "trace": Field("trace_bytes", _at_least(64 << 10, units.parse_size, "64MiB")),
+        "step_target": Field("step_target_s", read_duration),
+        "trace": Field("trace_bytes", at_least(64 << 10, units.parse_size, "64MiB")),
         "threads": Field("threads", whole(1, 4096)),
         "enforce_eager": Field("enforce_eager", flag),
         "dtype": Field("dtype", one_of(["auto", "bfloat16", "float16", "float32"])),
@@ -340,25 +280,25 @@ SCHEMA: Final[Schema] = {
         "failover": {
             "standby": Field("standby", flag),
             "attempts": Field("attempts", whole(1, 1_000)),
-            "cpu": Field("cpu_python", _read_folder),
+            "cpu": Field("cpu_python", read_folder),
             "cpu_kv": Field("cpu_kv_bytes", above_zero(units.parse_size)),
-            "gpu_memory": Field("gpu_memory", _read_part),
+            "gpu_memory": Field("gpu_memory", read_part),
         },
         "gpu": {
             "device": Field("device", text),
-            "threads": Field("threads", _read_part),
-            "memory": Field("memory_bytes", _at_least(1 << 20, units.parse_size, "20GiB")),
-            "mps_directory": Field("mps_directory", _read_folder),
+            "threads": Field("threads", read_part),
+            "memory": Field("memory_bytes", at_least(1 << 20, units.parse_size, "20GiB")),
+            "mps_directory": Field("mps_directory", read_folder),
         },
         "synthetic": {
             "seed": Field("seed", whole(0, (1 << 63) - 1)),
-            "tokens_per_s": Field("tokens_per_s", _per_second),
-            "prompt_tokens_per_s": Field("prompt_tokens_per_s", _per_second),
+            "tokens_per_s": Field("tokens_per_s", read_rate),
+            "prompt_tokens_per_s": Field("prompt_tokens_per_s", read_rate),
             "step": Field("step_s", units.parse_duration),
-            "eos_probability": Field("eos_probability", _read_probability),
+            "eos_probability": Field("eos_probability", read_probability),
             "kv_blocks": Field("kv_blocks", whole(1, 1 << 31)),
             "die_after_steps": Field("die_after_steps", whole(0, 1 << 31)),
-            "tokenizer": Field("tokenizer_dir", _read_folder),
+            "tokenizer": Field("tokenizer_dir", read_folder),
         },
     },
     "daemon": {
@@ -369,30 +309,30 @@ SCHEMA: Final[Schema] = {
     "kernel": {
         "limits": Field("limits", one_of(["required", "best_effort", "off"])),
         "name": Field("name", quota.read_name),
-        "cgroup": Field("cgroup", _read_folder),
-        "bpffs": Field("bpffs", _read_folder),
-        "devices": Field("devices", _read_devices),
-        "horizon": Field("horizon_s", _read_horizon),
-        "connections": Field("connections_per_s", or_unlimited(_read_connections)),
+        "cgroup": Field("cgroup", read_folder),
+        "bpffs": Field("bpffs", read_folder),
+        "devices": Field("devices", read_devices),
+        "horizon": Field("horizon_s", read_horizon),
+        "connections": Field("connections_per_s", or_unlimited(read_connections)),
         "connections_burst": Field("connections_burst", whole(1, 1_000_000)),
-        "cuda_library": Field("cuda_library", _read_folder),
+        "cuda_library": Field("cuda_library", read_folder),
         "observe": Field("observe", flag),
     },
     "worker": {
-        "idle_timeout": Field("idle_timeout_s", _duration),
+        "idle_timeout": Field("idle_timeout_s", read_duration),
         "io": Field("io", one_of(["auto", "io_uring", "epoll"])),
-        "max_head": Field("max_head_bytes", _at_least(1024, units.parse_size, "32KiB")),
-        "max_body": Field("max_body_bytes", _at_least(1024, units.parse_size, "8MiB")),
-        "max_message": Field("max_message_bytes", _at_least(1024, units.parse_size, "8MiB")),
-        "max_backlog": Field("max_backlog_bytes", _at_least(1024, units.parse_size, "1MiB")),
+        "max_head": Field("max_head_bytes", at_least(1024, units.parse_size, "32KiB")),
+        "max_body": Field("max_body_bytes", at_least(1024, units.parse_size, "8MiB")),
+        "max_message": Field("max_message_bytes", at_least(1024, units.parse_size, "8MiB")),
+        "max_backlog": Field("max_backlog_bytes", at_least(1024, units.parse_size, "1MiB")),
     },
     "http": {
-        "head_timeout": Field("head_timeout_s", _duration),
-        "body_timeout": Field("body_timeout_s", _duration),
-        "idle_timeout": Field("idle_timeout_s", _duration),
-        "ping_interval": Field("ping_interval_s", _duration),
+        "head_timeout": Field("head_timeout_s", read_duration),
+        "body_timeout": Field("body_timeout_s", read_duration),
+        "idle_timeout": Field("idle_timeout_s", read_duration),
+        "ping_interval": Field("ping_interval_s", read_duration),
     },
-    "classes": Field("classes", _read_tables),
+    "classes": Field("classes", read_tables),
 }
 
 

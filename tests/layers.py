@@ -2,8 +2,9 @@
 
     python tests/layers.py [--expect "vm e2e"] [LAYER...]
 
-Every layer that did not run says why. With `--expect`, a layer of that list that was skipped is a failure. Exit
-status: 0 all well, 1 something failed or was skipped though expected, 2 wrong arguments.
+A layer that measures no time may run beside those before it: it begins at once, and is waited for and shown when its
+turn comes. Every layer that did not run says why. With `--expect`, a layer of that list that was skipped is a failure.
+Exit status: 0 all well, 1 something failed or was skipped though expected, 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import IO, Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 REPORTS: Final = ROOT / "build" / "reports"
@@ -46,12 +48,16 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layer:
-    """Tests of one kind. `parts` of set-up come first; then its folder under pytest, or else its own commands."""
+    """Tests of one kind. `parts` of set-up come first; then its folder under pytest, or else its own commands.
+
+    `is_beside`: it may run beside the layers before it, of which then none may measure time either.
+    """
 
     name: str
     limit_s: float
     parts: tuple[str, ...] = ()
     commands: tuple[tuple[str, ...], ...] = ()
+    is_beside: bool = False
 
     @property
     def folder(self) -> Path:
@@ -72,23 +78,27 @@ LAYERS: Final = (
     Layer("unit", 300),
     Layer("property", 300),
     Layer("fuzz", 180),
+    Layer("packaging", 300),
+    Layer("baseline", 900, parts=("vm",), commands=((sys.executable, "-m", "vm.run"),), is_beside=True),
     Layer("bpf", 300),
     Layer("component", 1200),
-    Layer("packaging", 300),
-    Layer(
-        "vm",
-        1500,
-        parts=("vm",),
-        commands=((sys.executable, "-m", "vm.run"), (sys.executable, "-m", "vm.systemd_run")),
-    ),
+    Layer("vm", 1200, parts=("vm",), commands=((sys.executable, "-m", "vm.systemd_run"),)),
     Layer("e2e", 1200, parts=("engine", "model")),
 )
 
 
 def run(command: Sequence[str], limit_s: float) -> int:
     """Run a command in a process group of its own; return its exit status, 124 when it took too long."""
+    return _finish(_start(command), limit_s)
+
+
+def _start(command: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
+    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stdout=output, stderr=output)
+
+
+def _finish(process: subprocess.Popen[bytes], limit_s: float) -> int:
+    with process:
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -105,6 +115,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         process.wait(_GRACE_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def run_pytest(layer: Layer, limit_s: float) -> Outcome:
@@ -132,19 +143,71 @@ def read_report(report: Path) -> Outcome:
 
 def run_layer(layer: Layer) -> Outcome:
     """Set a layer up and run it."""
+    if unable := set_up(layer):
+        return unable
     deadline = time.monotonic() + layer.limit_s
-    if layer.parts:
-        setup = subprocess.run(["packaging/setup.sh", *layer.parts], cwd=ROOT, check=False, stderr=subprocess.PIPE)
-        text = setup.stderr.decode(errors="replace")
-        sys.stderr.write(text)
-        if setup.returncode:
-            return Outcome(SKIPPED, (text.strip().rpartition("\n")[2] or "its set-up failed",))
-        deadline = time.monotonic() + layer.limit_s
     for command in layer.commands:
-        status = run(command, deadline - time.monotonic())
-        if status:
-            return Outcome(status, ("see above",) if status == SKIPPED else ())
-    return Outcome(0) if layer.commands else run_pytest(layer, deadline - time.monotonic())
+        if status := run(command, deadline - time.monotonic()):
+            return _of_command(status)
+    return Outcome(0) if layer.commands else run_pytest(layer, layer.limit_s)
+
+
+def set_up(layer: Layer) -> Outcome | None:
+    """Set up what a layer needs; return why it cannot be, if so."""
+    if not layer.parts:
+        return None
+    done = subprocess.run(["packaging/setup.sh", *layer.parts], cwd=ROOT, check=False, stderr=subprocess.PIPE)
+    text = done.stderr.decode(errors="replace")
+    sys.stderr.write(text)
+    return Outcome(SKIPPED, (text.strip().rpartition("\n")[2] or "its set-up failed",)) if done.returncode else None
+
+
+def _of_command(status: int) -> Outcome:
+    return Outcome(status, ("see above",) if status == SKIPPED else ())
+
+
+class Beside:
+    """Layers that run beside others from the beginning of the block on; what has not had its turn by the end is ended.
+
+    The first one of `layers` is nobody's: it would only be waited for.
+    """
+
+    def __init__(self, layers: Sequence[Layer], folder: Path = REPORTS) -> None:
+        self._layers = [layer for layer in layers[1:] if layer.is_beside]
+        self._folder = folder
+        self._unable: dict[str, Outcome] = {}
+        self._running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+
+    def __enter__(self) -> Beside:
+        for layer in self._layers:
+            if unable := set_up(layer):
+                self._unable[layer.name] = unable
+                continue
+            (command,) = layer.commands
+            with self._output(layer).open("wb") as output:
+                process = _start(("nice", *command), output)
+            self._running[layer.name] = process, time.monotonic() + layer.limit_s
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process, _ in self._running.values():
+            _end_group(process)
+
+    def run(self, layer: Layer) -> Outcome:
+        """Run a layer, or wait for it and show what it has put out; return how it went."""
+        if layer.name in self._unable:
+            return self._unable[layer.name]
+        if layer.name not in self._running:
+            return run_layer(layer)
+        process, deadline = self._running.pop(layer.name)
+        status = _finish(process, max(deadline - time.monotonic(), 0.0))
+        sys.stdout.write(self._output(layer).read_text(errors="replace"))
+        return _of_command(status)
+
+    def _output(self, layer: Layer) -> Path:
+        return self._folder / f"{layer.name}.log"
 
 
 def run_layers(
@@ -183,7 +246,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"cannot run {', '.join(sorted(unknown))}: the layers are {', '.join(known)}")
     REPORTS.mkdir(parents=True, exist_ok=True)
     chosen = [layer for layer in LAYERS if layer.name in options.layers or not options.layers]
-    return run_layers(chosen, expected)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what runs ends, too
+    with Beside(chosen) as beside:
+        return run_layers(chosen, expected, beside.run)
 
 
 if __name__ == "__main__":

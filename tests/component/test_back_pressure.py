@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.daemon import DRIVERS, Daemon, running, wait_until
+from support.daemon import DRIVERS, Daemon, part_of, running, wait_until
 from support.live import LiveStreams, percentile
 from support.raw_http import Connection, events, request
 from support.synthetic import MODEL, expected_text
@@ -59,6 +59,7 @@ def output_tokens(daemon: Daemon, tenant: str) -> int:
 
 
 def test_who_reads_nothing_takes_no_steps_and_gets_all_of_it_later(daemon: Daemon) -> None:
+    clients = part_of(STALLED, daemon.tenant("acme").driver)
     before = output_tokens(daemon, "acme")
     live = LiveStreams([stream(daemon, "globex", seed, 30_000) for seed in range(LIVE)])
     stalled: list[Connection] = []
@@ -73,26 +74,26 @@ def test_who_reads_nothing_takes_no_steps_and_gets_all_of_it_later(daemon: Daemo
     try:
         live.watch(lambda seconds: seconds > 0.5)
         alone, _ = live.watch(lambda seconds: seconds > 2.0)
-        stalled += [stream(daemon, "acme", seed, MAX_TOKENS, RECEIVE_BUFFER_BYTES) for seed in range(STALLED)]
+        stalled += [stream(daemon, "acme", seed, MAX_TOKENS, RECEIVE_BUFFER_BYTES) for seed in range(clients)]
         live.watch(has_stalled, 0.1)
-        assert counts[-1] < STALLED * MAX_TOKENS * 0.9
+        assert counts[-1] < clients * MAX_TOKENS * 0.9
         held = of_engine(daemon, "acme")
-        assert (held.running, held.is_held) == (STALLED, False)
+        assert (held.running, held.is_held) == (clients, False)
         assert held.kv_blocks >= counts[-1] // BLOCK_TOKENS, "what was computed is kept"
         beside, _ = live.watch(lambda seconds: seconds > 2.0)
         later = of_engine(daemon, "acme")
         assert (later.step_s, later.kv_blocks) == (held.step_s, held.kv_blocks)
         p99_ms = [1000 * percentile(gaps, 0.99) for gaps in (alone, beside)]
         print(
-            f"time between tokens, p99: {p99_ms[0]:.1f} ms alone, {p99_ms[1]:.1f} ms beside {STALLED} that read nothing"
+            f"time between tokens, p99: {p99_ms[0]:.1f} ms alone, {p99_ms[1]:.1f} ms beside {clients} that read nothing"
         )
         assert p99_ms[1] < max(1.5 * p99_ms[0], p99_ms[0] + 1000 / TOKENS_PER_S)
-        with ThreadPoolExecutor(STALLED) as threads:
+        with ThreadPoolExecutor(clients) as threads:
             texts = list(threads.map(read, stalled))
-        assert texts == [expected_text("Once", MAX_TOKENS, seed) for seed in range(STALLED)]
+        assert texts == [expected_text("Once", MAX_TOKENS, seed) for seed in range(clients)]
     finally:
         live.close()
         for connection in stalled:
             connection.close()
     wait_until(daemon.is_at_rest)
-    assert output_tokens(daemon, "acme") - before == STALLED * MAX_TOKENS
+    assert output_tokens(daemon, "acme") - before == clients * MAX_TOKENS

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.daemon import Daemon, running, wait_until
+from support.daemon import Daemon, wait_until
 from support.event_client import EventClient, Events, Refused
 from support.fd_store import FdStore
 from support.json_client import JsonClient, JsonStream
+from support.survival import both_ends, managed, serving, worker
 from support.synthetic import MODEL, expected_text, whole_tokens
 
 PROMPT = "Once upon a time"
@@ -26,21 +26,12 @@ READERS = 12
 CLIENTS = 3
 STREAMS = 5
 """Of each client of JSON messages."""
-TABLES = {
-    "engine": {"max_model_len": 8192},
-    "engine.synthetic": {"tokens_per_s": 100, "prompt_tokens_per_s": 20_000},
-}
-QUOTA = "[tokens]\nstreams = 128\n"
 
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with running(tmp_path_factory.mktemp("d"), tables=TABLES) as daemon:
-        daemon.add_tenant("acme", QUOTA)
-        daemon.reload()
+    with serving(tmp_path_factory.mktemp("d")) as daemon:
         yield daemon
-        wait_until(daemon.is_at_rest)
-        daemon.stop()
 
 
 class Reading:
@@ -141,10 +132,6 @@ async def load(daemon: Daemon, tokens: int = 150) -> AsyncIterator[Load]:
         await found.end()
 
 
-def worker(daemon: Daemon) -> int:
-    return daemon.tenant("acme").worker_pid
-
-
 def test_a_worker_is_killed_twice(daemon: Daemon) -> None:
     async def run() -> None:
         async with load(daemon) as all_streams:
@@ -207,31 +194,14 @@ def test_a_stream_that_is_cancelled_stays_so(daemon: Daemon) -> None:
 
 
 @pytest.fixture
-def managed(tmp_path: Path) -> Iterator[tuple[Daemon, FdStore]]:
-    store = FdStore(tmp_path / "notify.sock")
-    daemon = Daemon(tmp_path / "d", tables=TABLES, store=store)
-    try:
-        daemon.add_tenant("acme", QUOTA)
-        daemon.start()
-        yield daemon, store
-    finally:
-        daemon.close()
-        store.close()
+def service(tmp_path: Path) -> Iterator[tuple[Daemon, FdStore]]:
+    with managed(tmp_path) as found:
+        yield found
 
 
-async def _kill_all(daemon: Daemon) -> None:
-    """Be a service manager that has lost the main process."""
-    daemon.signal(signal.SIGKILL)
-    await asyncio.to_thread(daemon.close)
-
-
-async def _stop(daemon: Daemon) -> None:
-    await asyncio.to_thread(daemon.stop)
-
-
-@pytest.mark.parametrize("end", [_kill_all, _stop], ids=["killed", "stopped"])
-def test_the_service_is_restarted(managed: tuple[Daemon, FdStore], end: Callable[[Daemon], Awaitable[None]]) -> None:
-    daemon, store = managed
+@both_ends
+def test_the_service_is_restarted(service: tuple[Daemon, FdStore], end: Callable[[Daemon], Awaitable[None]]) -> None:
+    daemon, store = service
 
     async def run() -> None:
         async with load(daemon, 300) as all_streams:

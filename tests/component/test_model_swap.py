@@ -325,7 +325,7 @@ def test_with_room_for_one_engine_requests_wait_for_the_other(
     folder: Path, tmp_path: Path, options: tuple[str, ...], moves: bool
 ) -> None:
     with running(tmp_path / "d", "acme", tables=tables(folder, load="instead")) as daemon:
-        stream = Running(daemon, 1500)
+        stream = Running(daemon, 800)
         texts: list[str] = []
         asked = threading.Event()
 
@@ -340,11 +340,11 @@ def test_with_room_for_one_engine_requests_wait_for_the_other(
         state = load(daemon, folder / "b", *options)
         assert (state.phase, state.place) == (LoadPhase.SERVED, "instead")
         if moves:
-            assert 0 < cut_over(stream.text(), 1500) < 1500
+            assert 0 < cut_over(stream.text(), 800) < 800
         else:
             thread.join(30)
             assert texts == [expected_text(PROMPT, TOKENS, SEEDS["b"])]
-            assert stream.text() == expected_text(PROMPT, 1500, SEEDS["a"])
+            assert stream.text() == expected_text(PROMPT, 800, SEEDS["a"])
         bad = synthetic_model(tmp_path / "bad", 9, max_position_embeddings=1)
         done = run(daemon, "model", "load", str(bad))
         assert (done.returncode, done.stdout) == (1, "")

@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 from support.chaos_proxy import ChaosProxy
-from support.daemon import DRIVERS, Daemon, running, wait_until
+from support.daemon import DRIVERS, Daemon, part_of, running, wait_until
 from support.event_client import EventClient, Events, Refused
 from support.json_client import JsonClient
 from support.raw_http import Connection, request
@@ -56,8 +56,8 @@ def daemon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def generations(daemon: Daemon) -> int:
-    """How many there are to be through cuts: on one driver all that there can be time for."""
-    return 1000 if daemon.tenant("acme").driver == DRIVERS[0] else 200
+    """How many there are to be through cuts."""
+    return part_of(1000, daemon.tenant("acme").driver)
 
 
 def events_client(daemon: Daemon, tenant: str = "acme") -> EventClient:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.daemon import Daemon, running, wait_until
+from support.daemon import Daemon, wait_until
 from support.fd_store import FdStore
 from support.fm_stream import FmClient, FmStream
+from support.survival import both_ends, managed, serving, stop, worker
 from support.synthetic import MODEL, expected_text, whole_tokens
 
 PROMPT = "Once upon a time"
@@ -21,20 +21,12 @@ TIMEOUT_S = 60.0
 SESSIONS = 5
 STREAMS = 10
 """Of each session."""
-TABLES = {
-    "engine": {"max_model_len": 8192},
-    "engine.synthetic": {"tokens_per_s": 100, "prompt_tokens_per_s": 20_000},
-}
 
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with running(tmp_path_factory.mktemp("d"), tables=TABLES) as daemon:
-        daemon.add_tenant("acme", "[tokens]\nstreams = 128\n")
-        daemon.reload()
+    with serving(tmp_path_factory.mktemp("d")) as daemon:
         yield daemon
-        wait_until(daemon.is_at_rest)
-        daemon.stop()
 
 
 async def _grown(stream: FmStream, size: int) -> None:
@@ -86,10 +78,6 @@ async def load(daemon: Daemon, tokens: int = 150, **options: Any) -> AsyncIterat
         await found.more(10)
         yield found
         await found.end()
-
-
-def worker(daemon: Daemon) -> int:
-    return daemon.tenant("acme").worker_pid
 
 
 def child(name: str) -> Callable[[Daemon], int]:
@@ -168,33 +156,16 @@ def test_a_stream_that_is_cancelled_stays_so(daemon: Daemon) -> None:
 
 
 @pytest.fixture
-def managed(tmp_path: Path) -> Iterator[tuple[Daemon, FdStore]]:
-    store = FdStore(tmp_path / "notify.sock")
-    daemon = Daemon(tmp_path / "d", tables=TABLES, store=store)
-    try:
-        daemon.add_tenant("acme", "[tokens]\nstreams = 128\n")
-        daemon.start()
-        yield daemon, store
-    finally:
-        daemon.close()
-        store.close()
+def service(tmp_path: Path) -> Iterator[tuple[Daemon, FdStore]]:
+    with managed(tmp_path) as found:
+        yield found
 
 
-async def _kill_all(daemon: Daemon) -> None:
-    """Be a service manager that has lost the main process."""
-    daemon.signal(signal.SIGKILL)
-    await asyncio.to_thread(daemon.close)
-
-
-async def _stop(daemon: Daemon) -> None:
-    await asyncio.to_thread(daemon.stop)
-
-
-@pytest.mark.parametrize("end", [_kill_all, _stop], ids=["killed", "stopped"])
+@both_ends
 def test_the_service_is_restarted_under_fifty_streams(
-    managed: tuple[Daemon, FdStore], end: Callable[[Daemon], Awaitable[None]]
+    service: tuple[Daemon, FdStore], end: Callable[[Daemon], Awaitable[None]]
 ) -> None:
-    daemon, store = managed
+    daemon, store = service
 
     async def run() -> None:
         async with load(daemon, 300) as all_streams:
@@ -204,7 +175,7 @@ def test_the_service_is_restarted_under_fifty_streams(
             await asyncio.to_thread(daemon.start)
             await all_streams.more(15)
             print(f"stall: {time.monotonic() - began_s:.1f} s")
-            if end is _stop:
+            if end is stop:
                 assert all("draining" in client.notes for client in all_streams.clients)
 
     asyncio.run(run())

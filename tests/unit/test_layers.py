@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import layers
 import pytest
-from layers import SKIPPED, Layer, Outcome, read_report, run, run_layers
+from layers import SKIPPED, Beside, Layer, Outcome, read_report, run, run_layers
 
 NAMES = ("lint", "unit", "vm")
 
@@ -65,6 +66,69 @@ def test_a_layer_of_which_nothing_ran_was_skipped(tmp_path: Path) -> None:
 def test_a_command_that_takes_too_long_is_ended() -> None:
     assert run([sys.executable, "-c", "import signal; signal.pause()"], 0.2) == 124
     assert run([sys.executable, "-c", "raise SystemExit(3)"], 30) == 3
+
+
+FIRST = Layer("first", 1)
+
+
+def beside(script: str, limit_s: float = 30) -> Layer:
+    return Layer("guest", limit_s, commands=((sys.executable, "-c", script),), is_beside=True)
+
+
+def wait_for(path: Path) -> None:
+    os.close(os.open(path, os.O_RDONLY))  # a FIFO opens when the other side does
+
+
+def test_a_layer_beside_others_runs_before_its_turn_and_is_shown_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "begun")
+    layer = beside(f"open({str(tmp_path / 'begun')!r}, 'w'); print('hello'); raise SystemExit(3)")
+    with Beside([FIRST, layer], tmp_path) as running:
+        wait_for(tmp_path / "begun")
+        assert capsys.readouterr().out == ""
+        assert running.run(layer) == Outcome(3)
+    assert capsys.readouterr().out == "hello\n"
+
+
+@pytest.mark.parametrize("status", [0, 1, SKIPPED])
+def test_a_layer_beside_others_goes_as_its_command_goes(tmp_path: Path, status: int) -> None:
+    layer = beside(f"raise SystemExit({status})")
+    with Beside([FIRST, layer], tmp_path) as running:
+        assert running.run(layer).status == status
+
+
+def test_a_layer_beside_others_has_its_limit_from_when_it_began(tmp_path: Path) -> None:
+    layer = beside("import signal; signal.pause()", 0.2)
+    with Beside([FIRST, layer], tmp_path) as running:
+        assert running.run(layer) == Outcome(124)
+
+
+def test_what_has_not_had_its_turn_is_ended(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "alive")
+    layer = beside(f"import signal; held = open({str(tmp_path / 'alive')!r}, 'w'); signal.pause()")
+    with Beside([FIRST, layer], tmp_path):
+        reader = os.open(tmp_path / "alive", os.O_RDONLY)
+    try:
+        assert os.read(reader, 1) == b"", "nobody holds the other end any more"
+    finally:
+        os.close(reader)
+
+
+def test_the_first_layer_runs_in_its_turn_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    layer = beside("print('seen as it comes')")
+    with Beside([layer], tmp_path) as running:
+        assert list(tmp_path.iterdir()) == []
+        assert running.run(layer) == Outcome(0)
+    assert capfd.readouterr().out == "seen as it comes\n"
+
+
+def test_what_runs_beside_others_is_one_command_and_nothing_before_it_measures_time() -> None:
+    names = [layer.name for layer in layers.LAYERS]
+    for layer in layers.LAYERS:
+        if layer.is_beside:
+            assert len(layer.commands) == 1
+            assert not {"bpf", "component", "vm", "e2e"} & set(names[: names.index(layer.name)])
 
 
 def test_unknown_layers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

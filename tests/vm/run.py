@@ -248,7 +248,7 @@ def boot(qemu: str, kernel: Path, initramfs: Path, cpu: str, timeout_s: float) -
         *(qemu, "-accel", "tcg,thread=multi", "-cpu", cpu, "-smp", "2", "-m", str(MEMORY_MIB)),
         *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
         *("-kernel", str(kernel), "-initrd", str(initramfs)),
-        *("-append", "console=ttyS0 panic=-1 reboot=t mitigations=off random.trust_cpu=on"),
+        *("-append", "console=ttyS0 panic=-1 reboot=t mitigations=off norandmaps random.trust_cpu=on"),
         *("-serial", f"file:{BUILD / 'console.log'}", "-serial", "stdio", "-serial", f"file:{result}"),
     ]
     try:
