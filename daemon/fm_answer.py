@@ -70,6 +70,9 @@ class Session(Protocol):
     def touch(self) -> None:
         """Have what there is to send sent soon."""
 
+    def sent_in_columns(self, answer: FmAnswer, data: bytes) -> bool:
+        """Send text of a stream without a look at the protocol; False where that cannot be, and nothing is done."""
+
     def tell(self, note: Note) -> None:
         """Send a note, if there is room for it."""
 
@@ -157,6 +160,8 @@ class FmAnswer(Answer):
     def data_arrived(self, data: bytes) -> None:
         """Take more text."""
         session = self._session
+        if session.sent_in_columns(self, data):
+            return
         self.text_bytes += len(data)
         pressure = session.protocol.send_tokens(self.number, data)
         session.touch()

@@ -68,6 +68,11 @@ class FmConnection(WebSocketConnection):
             session.end()
         super()._event(event)
 
+    def tick(self) -> None:
+        """See `WebSocketConnection`; a session has a heartbeat of its own, and asks and judges by that."""
+        if self._session is None:
+            super().tick()
+
     @property
     def is_busy(self) -> bool:
         return self._session is not None and self._session.is_busy

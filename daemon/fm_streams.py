@@ -19,6 +19,7 @@ from seedance.daemon.journal import saved
 from seedance.daemon.journal_records import SessionEnded, SessionRecord, StreamBegun, StreamRecord
 from seedance.daemon.protocol.fm_frame import tokens_prefix
 from seedance.daemon.protocol.fm_messages import (
+    Ack,
     Cancel,
     Hello,
     Infer,
@@ -139,9 +140,12 @@ class FmSession:
         """Return all that the journal needs of it; nothing before its first HELLO."""
         if not self._is_known:
             return b""
+        was_in_columns = self._column is not None
         unsaved, waiting, waiting_bytes = self.protocol.all_saved()
         record = self._record()
         record.streams = [answer.saved(waiting_bytes.get(answer.number, 0)) for answer in self._answers.values()]
+        if was_in_columns and self._connection is not None:
+            self._enter_columns(self._connection)
         return saved(record, unsaved, waiting)
 
     def restore(self, record: SessionRecord) -> None:
@@ -214,7 +218,8 @@ class FmSession:
 
     def message_received(self, message: bytes) -> None:
         """Take a binary message of the client."""
-        if self._column is not None and self._acked_in_columns(self._column, message):
+        ack = parse_ack(message)
+        if ack is not None and self._acked(ack):
             return
         self.protocol.receive_data(message, self._sessions.loop.time())
         self._act()
@@ -274,7 +279,7 @@ class FmSession:
             self._enter_columns(connection)
 
     def _await_timer(self) -> None:
-        due_s, timer = self.protocol.next_timer(), self._timer
+        due_s, timer = self._protocol.next_timer(), self._timer
         if timer is not None:
             if timer.when() <= due_s:
                 return
@@ -283,6 +288,9 @@ class FmSession:
 
     def _timer_fired(self) -> None:
         self._timer = None
+        if self._column is not None and self._protocol.put_off_ping(self._sessions.loop.time()):
+            self._await_timer()
+            return
         self.protocol.timer_fired(self._sessions.loop.time())
         self._act()
         self.flush()
@@ -316,16 +324,26 @@ class FmSession:
         stream.output_tokens += left.tokens
         answer.text_bytes += left.text_bytes
 
+    def sent_in_columns(self, answer: FmAnswer, data: bytes) -> bool:
+        """See `fm_answer.Session`."""
+        columns = self._sessions.service.engine.fm_columns
+        return answer is self._column and columns.send_text(answer.streams[0].number, data)
+
     def fell_behind(self, waiting_bytes: int) -> None:
         """See `fm_columns.Owner`."""
         if self._connection is not None:
             self._connection.fell_behind(waiting_bytes)
 
-    def _acked_in_columns(self, answer: FmAnswer, message: bytes) -> bool:
-        """Take a message that is an ACK and nothing else; False where the protocol has to look at it."""
-        ack = parse_ack(message)
+    def _acked(self, ack: Ack) -> bool:
+        """Take an ACK after which there is nothing to do; False where the protocol has to look at it."""
+        answer = self._column
+        if answer is None:
+            is_taken = self._protocol.acked_quietly(ack.seq, ack.credit)
+            if is_taken and self._connection is not None:
+                self._connection.all_sent()
+            return is_taken
         columns = self._sessions.service.engine.fm_columns
-        if ack is None or not columns.acked(answer.streams[0].number, ack.seq, ack.credit):
+        if not columns.acked(answer.streams[0].number, ack.seq, ack.credit):
             return False
         self._protocol.acked_elsewhere(ack.seq, ack.credit)
         return True

@@ -63,6 +63,14 @@ class Heartbeat:
         """Take note that the peer said something."""
         self._misses = 0
 
+    def put_off(self, now: float) -> bool:
+        """Do without the ping that is due, if the peer has said something since the last one: it need not be asked."""
+        if self._misses:
+            return False
+        self._misses = 1
+        self.due_s = now + HEARTBEAT_S
+        return True
+
     def next_ping(self, now: float) -> bytes | None:
         """Return what the ping that is due carries; None when the peer is gone."""
         if self._misses >= MAX_MISSES:
