@@ -54,7 +54,17 @@ MOST_CLIENT_BUSY: Final = 0.95
 MOST_MESSAGES_PER_SEGMENT: Final = 1.05
 PACE_SECONDS: Final = 3.0
 PILOT_STEPS: Final = 10
-DISTRIBUTIONS: Final = ("liburing", "msgspec", "tokenizers", "websockets", "uvicorn", "uvloop", "aiohttp", "picows", "socketify")
+DISTRIBUTIONS: Final = (
+    "liburing",
+    "msgspec",
+    "tokenizers",
+    "websockets",
+    "uvicorn",
+    "uvloop",
+    "aiohttp",
+    "picows",
+    "socketify",
+)
 
 
 class Size(msgspec.Struct, kw_only=True):

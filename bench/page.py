@@ -200,8 +200,8 @@ SECTIONS: Final = (
     Section(
         "uring",
         "Options of io_uring",
-        "A server in C with one option more or less, by the same server as our worker's ring is set up. Loads: a message"
-        " to each of many connections (fan), question and answer (echo), data to be received (take), each with bytes.",
+        "A server in C with one option more or less, over the same server with a ring as our worker's. Loads, with"
+        " bytes: a message to each of many connections (fan), question and answer (echo), data to be received (take).",
         "processor time",
         (Row("processor time", "cpu_ratio"), Row("p99 of an answer", "p99_ratio")),
     ),

@@ -192,6 +192,10 @@ class FmColumns:
         """Say whether the next token of a stream stands for just its text; so it is at first."""
         self._numbers[number % ROWS] = number if is_plain else 0
 
+    def next_seq(self, number: int) -> int:
+        """Return the number of the next frame of a stream."""
+        return int(self._next[number % ROWS])
+
     def send_back(self, number: int) -> None:
         """Have the session of a stream take its row back."""
         self._owners[number].take_back()

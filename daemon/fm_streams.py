@@ -71,6 +71,7 @@ class FmSession:
         "_client_id",
         "_column",
         "_column_fd",
+        "_column_seq",
         "_connection",
         "_is_known",
         "_is_touched",
@@ -110,6 +111,7 @@ class FmSession:
         self._connection: Connection | None = None
         self._column: FmAnswer | None = None  # the stream that is a row
         self._column_fd = -1
+        self._column_seq = 0  # as the timer saw it last
         self._is_touched = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -288,7 +290,7 @@ class FmSession:
 
     def _timer_fired(self) -> None:
         self._timer = None
-        if self._column is not None and self._protocol.put_off_ping(self._sessions.loop.time()):
+        if self._has_sent_in_columns() and self._protocol.put_off_ping(self._sessions.loop.time()):
             self._await_timer()
             return
         self.protocol.timer_fired(self._sessions.loop.time())
@@ -328,6 +330,14 @@ class FmSession:
         """See `fm_answer.Session`."""
         columns = self._sessions.service.engine.fm_columns
         return answer is self._column and columns.send_text(answer.streams[0].number, data)
+
+    def _has_sent_in_columns(self) -> bool:
+        """Tell whether anything was sent in columns since the last call."""
+        if self._column is None:
+            return False
+        before, columns = self._column_seq, self._sessions.service.engine.fm_columns
+        self._column_seq = columns.next_seq(self._column.streams[0].number)
+        return self._column_seq != before
 
     def fell_behind(self, waiting_bytes: int) -> None:
         """See `fm_columns.Owner`."""

@@ -104,7 +104,8 @@ class Worker:
         self._next_tick_s = loop.time() + self._tick_s
         self._checks = Rounds(self._connections, self._tick_s, _CHECKS_AT_ONCE, loop.time())
         # Twice in the interval, whether anything else was sent or not: nobody has to remember who was quiet.
-        ping_s = settings.http.ping_interval_s / 2 - self._tick_s
+        self.ping_interval_s = settings.http.ping_interval_s
+        ping_s = self.ping_interval_s / 2 - self._tick_s
         self._pings = Rounds(self._connections, ping_s, _PINGS_AT_ONCE, loop.time())
         self._patience_s = {
             Phase.IDLE: settings.http.idle_timeout_s,

@@ -346,9 +346,10 @@ class ServerSession(Session):
         return True
 
     def put_off_ping(self, now: float) -> bool:
-        """Do nothing about a timer if it is that of a ping that a client who ACKs what is sent elsewhere need not have.
+        """Do nothing about a timer, if it is that of a ping, and the client has said something lately.
 
-        False where `timer_fired` is to be called.
+        For who sends elsewhere, and has since the last time: a ping says that we are there, too. False where
+        `timer_fired` is to be called.
         """
         heartbeat = self._heartbeat
         return heartbeat is not None and self.next_timer() == heartbeat.due_s and heartbeat.put_off(now)
