@@ -160,8 +160,8 @@ def veth() -> Iterator[list[Link]]:
             say(f"cannot make a pair of links, ignoring: {exc}")
             yield []
             return
-        within = [("ip", "netns", "exec", space) for space in spaces]
-        yield [Link("veth", ADDRESSES[0], *within, qdisc=qdisc)]
+        server, client = (("ip", "netns", "exec", space) for space in spaces)
+        yield [Link("veth", ADDRESSES[0], server, client, qdisc)]
 
 
 def add_qdisc(spaces: Sequence[str]) -> str:
