@@ -118,7 +118,8 @@ class FmSession:
     @property
     def protocol(self) -> ServerSession:
         """Return the protocol's part, whole: a session that is a row is none any more."""
-        self.take_back()
+        if self._column is not None:
+            self.take_back()
         return self._protocol
 
     @property
@@ -241,8 +242,9 @@ class FmSession:
 
     def touch(self) -> None:
         """Have what there is to send sent soon."""
-        self.take_back()  # what comes after that is to stay behind it
-        if not self._is_touched and (self._connection is not None or self.protocol.has_unsaved()):
+        if self._column is not None:
+            self.take_back()  # what comes after that is to stay behind it
+        if not self._is_touched and (self._connection is not None or self._protocol.has_unsaved()):
             self._is_touched = True
             self._sessions.touched(self)
 
@@ -309,7 +311,7 @@ class FmSession:
             return
         stream, lent = answer.streams[0], self._protocol.lend(MOST_PAYLOAD_BYTES)
         if lent is not None and engine.fm_columns.enter(stream.number, self.number, connection.fd, lent, self):
-            stream.in_columns = True
+            stream.in_columns = answer.in_columns = True
             self._column, self._column_fd = answer, connection.fd
 
     def take_back(self) -> None:
@@ -319,7 +321,7 @@ class FmSession:
             return
         self._column = None
         (stream,) = answer.streams
-        stream.in_columns = False
+        stream.in_columns = answer.in_columns = False
         prefix = tokens_prefix(answer.number, self._protocol.encoding)
         left = self._sessions.service.engine.fm_columns.leave(stream.number, prefix)
         self._protocol.sent_elsewhere(left.frames)
@@ -328,8 +330,7 @@ class FmSession:
 
     def sent_in_columns(self, answer: FmAnswer, data: bytes) -> bool:
         """See `fm_answer.Session`."""
-        columns = self._sessions.service.engine.fm_columns
-        return answer is self._column and columns.send_text(answer.streams[0].number, data)
+        return self._sessions.service.engine.fm_columns.send_text(answer.streams[0].number, data)
 
     def _has_sent_in_columns(self) -> bool:
         """Tell whether anything was sent in columns since the last call."""
