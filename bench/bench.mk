@@ -7,20 +7,34 @@ BENCH_ENV := PYTHONPATH=src:tests
 $(BENCH_BUILD):
 	@mkdir -p $@
 
-$(BENCH_BUILD)/fanout_uring: bench/fanout_uring.c bench/load.c bench/load.h | $(BENCH_BUILD)
-	$(CC) $(BENCH_CFLAGS) -o $@ bench/fanout_uring.c bench/load.c -luring
+$(BENCH_BUILD)/fanout_uring $(BENCH_BUILD)/uring_options: $(BENCH_BUILD)/%: bench/%.c bench/load.c bench/load.h | $(BENCH_BUILD)
+	$(CC) $(BENCH_CFLAGS) -o $@ $< bench/load.c -luring
 
 $(BENCH_BUILD)/%: bench/%.c bench/load.c bench/load.h | $(BENCH_BUILD)
 	$(CC) $(BENCH_CFLAGS) -o $@ $< bench/load.c
 
 .PHONY: bench-programs
-bench-programs: $(addprefix $(BENCH_BUILD)/,fanout_uring fanout_client sse_client fm_client)
+bench-programs: $(addprefix $(BENCH_BUILD)/,fanout_uring uring_options fanout_client sse_client fm_client)
 
-BENCHES := frontend e2e wire fanout streams prompts idle scheduler neighbour survive isolation
+BENCHES := frontend e2e wire fanout streams prompts idle scheduler neighbour survive uring isolation
+
+# So short that a pass takes some minutes: it shows that all of them work, and its figures mean nothing.
+QUICK_frontend := --streams 16 --rounds 1 --tokens 16
+QUICK_e2e := --concurrency 4 --tenants 1 --rounds 1 --waves 1
+QUICK_wire := --tokens 32 --prompts 2
+QUICK_fanout := --connections 64 --rounds 1 --seconds 0.2
+QUICK_streams := --streams 64 --seconds 8
+QUICK_prompts := --streams 32 --prompts 2 --prompt-tokens 5000 --rounds 1
+QUICK_idle := --connections 500 --rounds 1 --seconds 2 --hold-seconds 2
+QUICK_scheduler := --seconds 5 --rounds 1 --streams 16 --round-seconds 3
+QUICK_neighbour := --seconds 8 --outstanding 8
+QUICK_survive := --rounds 1 --parts daemon --deaths worker
+QUICK_uring := --rounds 1 --seconds 0.1
+QUICK_isolation := --seconds 2 --pairs 1
 
 .PHONY: bench
-bench: ## All comparisons with their own arguments, one after the other, then docs/performance.md; some hours
-	@for name in $(BENCHES); do $(MAKE) bench-$$name BENCH_ARGS=; done
+bench: ## All comparisons, one after the other, then docs/performance.md; some hours: QUICK=1 BENCHES="fanout wire"
+	@for name in $(BENCHES); do $(MAKE) bench-$$name BENCH_ARGS=$(if $(QUICK),'$$(QUICK_'$$name')'); done
 	@$(MAKE) bench-page
 
 .PHONY: bench-page
@@ -67,6 +81,12 @@ bench-prompts: ## Live streams beside prompts of 200,000 tokens; last line JSON:
 	@$(SETUP) base bench
 	@$(MAKE) bench-programs >&2
 	@$(BENCH_ENV) $(PY) -m bench.prompts $(BENCH_ARGS)
+
+.PHONY: bench-uring
+bench-uring: ## Options of io_uring, over loopback and virtual links; last line JSON: BENCH_ARGS="--rounds 5"
+	@$(SETUP) base bench
+	@$(MAKE) bench-programs >&2
+	@$(BENCH_ENV) $(PY) -m bench.uring $(BENCH_ARGS)
 
 .PHONY: bench-scheduler
 bench-scheduler: ## Shares kept, and throughput beside vLLM's own scheduler; last line JSON: BENCH_ARGS="--seconds 60"

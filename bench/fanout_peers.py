@@ -28,6 +28,8 @@ from bench.payloads import STRIDE, load
 
 HOST = "127.0.0.1"
 BACKLOG = 4096
+TURN_S = 0.01
+"""So often a loop within ours looks at its connections while there is nothing to come from them."""
 
 Step = Callable[[int], Awaitable[None]]
 """Send each connection its frame of this step."""
@@ -180,12 +182,46 @@ async def picows(fleet: Fleet, sock: socket.socket) -> AsyncIterator[Step]:
         yield step
 
 
+@asynccontextmanager
+async def socketify(fleet: Fleet, sock: socket.socket) -> AsyncIterator[Step]:
+    """`socketify`, uWebSockets by way of cffi: it binds for itself, and runs its own loop within ours."""
+    library = importlib.import_module("socketify")
+    port = sock.getsockname()[1]
+    sock.close()
+    app = library.App()
+    behavior = {
+        "compression": library.CompressOptions.DISABLED,
+        "idle_timeout": 0,
+        "send_pings_automatically": False,
+        "open": fleet.joined,
+    }
+    app.ws("/*", behavior)
+    app.listen(library.AppListenOptions(port=port, host=HOST))
+
+    async def turn() -> None:
+        while True:
+            app.loop.uv_loop.run_nowait()
+            await asyncio.sleep(0 if not fleet.complete.is_set() else TURN_S)
+
+    turning = asyncio.create_task(turn())
+
+    async def step(number: int) -> None:
+        binary = library.OpCode.BINARY
+        for web_socket, payload in fleet.frames(number):
+            web_socket.send(payload, binary)
+        await asyncio.sleep(0)
+
+    yield step
+    turning.cancel()
+
+
 SERVERS = {
     "websockets-broadcast": websockets_broadcast,
     "websockets-send": websockets_send,
     "uvicorn": uvicorn,
     "aiohttp": aiohttp,
     "picows": picows,
+    "socketify": socketify,
 }
 
 
@@ -234,8 +270,9 @@ async def main(server: str, connections: int, payloads: list[bytes], engine: soc
     """Serve, wait for all connections, and obey."""
     fleet = Fleet(connections, payloads)
     with listener() as sock:
-        print("listening", sock.getsockname()[1], flush=True)
+        port = sock.getsockname()[1]
         async with SERVERS[server](fleet, sock) as step:
+            print("listening", port, flush=True)
             await fleet.complete.wait()
             print("ready", flush=True)
             await obey(fleet, step, engine)

@@ -8,9 +8,10 @@
  * the socket --steps-fd, which stands for the engine's message; without that socket, as soon as the sends of the last
  * are done. Nothing is received once the connections are upgraded.
  *
- * With --plain each frame is sent by a send() of its own, as servers on epoll do.
+ * With --epoll it is a server on epoll instead: each frame is sent by a send() of its own, and what it waits for, the
+ * engine or a connection that becomes writable again, by epoll_wait().
  *
- *   fanout_uring --payloads FILE --connections N [--steps-fd FD] [--plain]
+ *   fanout_uring --payloads FILE --connections N [--steps-fd FD] [--epoll]
  *                                                     listening PORT, then ready once N connections are upgraded
  *
  * Commands on standard input, each answered by one line:
@@ -32,6 +33,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
@@ -50,7 +52,7 @@ static struct io_uring ring;
 static int *fds;
 static size_t connections;
 static int steps_fd = -1;
-static int plain;
+static int with_epoll, epoll_fd;
 static const uint8_t **payloads; /* each begins with its length */
 static size_t payload_count;
 static uint8_t frames[CHUNK][FRAME_ROOM];
@@ -145,7 +147,38 @@ static size_t make_frame(uint8_t *frame, size_t i, uint64_t number)
 	return 2 + payload[0];
 }
 
-static void plain_step(uint64_t number)
+static void epoll_watch(int fd, uint32_t events, uint64_t data)
+{
+	struct epoll_event event = {.events = events, .data.u64 = data};
+
+	if (epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) < 0)
+		die("cannot watch a descriptor: %s", strerror(errno));
+}
+
+/* As a server would: it hears of a connection's input, end, and of room for output, at each change. */
+static void epoll_watch_all(void)
+{
+	epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+	for (size_t i = 0; i < connections; i++)
+		epoll_watch(fds[i], EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, i);
+	if (steps_fd >= 0)
+		epoll_watch(steps_fd, EPOLLIN, connections);
+}
+
+static void epoll_await_engine(void)
+{
+	struct epoll_event events[CHUNK];
+
+	for (;;) {
+		int count = epoll_wait(epoll_fd, events, CHUNK, -1);
+
+		for (int i = 0; i < count; i++)
+			if (events[i].data.u64 == connections)
+				return;
+	}
+}
+
+static void epoll_step(uint64_t number)
 {
 	for (size_t i = 0; i < connections; i++) {
 		size_t length = make_frame(frames[0], i, number);
@@ -189,6 +222,8 @@ static void await_engine(void)
 {
 	char signal;
 
+	if (with_epoll && steps_fd >= 0)
+		epoll_await_engine();
 	if (steps_fd >= 0 && read(steps_fd, &signal, 1) != 1)
 		die("cannot read the engine's signal: %s", strerror(errno));
 }
@@ -214,8 +249,8 @@ static void run(uint64_t steps, uint64_t period_ns, const char *starts_path)
 		else
 			await_engine();
 		starts[k] = now_ns();
-		if (plain)
-			plain_step(number++);
+		if (with_epoll)
+			epoll_step(number++);
 		else
 			step(number++);
 	}
@@ -249,7 +284,7 @@ int main(int argc, char **argv)
 {
 	static const struct option options[] = {
 		{"payloads", required_argument, 0, 'p'}, {"connections", required_argument, 0, 'c'},
-		{"steps-fd", required_argument, 0, 's'}, {"plain", no_argument, &plain, 1}, {0}};
+		{"steps-fd", required_argument, 0, 's'}, {"epoll", no_argument, &with_epoll, 1}, {0}};
 	int option, error;
 
 	while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {
@@ -269,6 +304,8 @@ int main(int argc, char **argv)
 	if (error)
 		die("cannot set up io_uring: %s", strerror(-error));
 	accept_all();
+	if (with_epoll)
+		epoll_watch_all();
 	obey_all();
 	return 0;
 }

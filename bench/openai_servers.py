@@ -156,14 +156,13 @@ class ServerProcess:
 
 
 class Seedanced(ServerProcess):
-    """The whole daemon, with so many tenants; `extra` is more of its configuration."""
+    """The whole daemon, with so many tenants."""
 
     NAME = "seedance"
 
-    def __init__(self, model_dir: Path, build: Path, cores: Sequence[int], tenants: int = 1, extra: str = "") -> None:
+    def __init__(self, model_dir: Path, build: Path, cores: Sequence[int], tenants: int = 1) -> None:
         super().__init__(model_dir, build, cores)
         self._keys = [new_key() for _ in range(tenants)]
-        self._extra = extra
 
     def command(self, folder: Path) -> tuple[Sequence[str], Mapping[str, str]]:
         """Write the configuration and return `seedanced` with it."""
@@ -178,7 +177,6 @@ class Seedanced(ServerProcess):
             f'[paths]\nstate = "{folder}/state"\nrun = "{folder}/run"\n'
             f'[engine]\nkind = "vllm"\nmodel = "{self._model_dir}"\nname = "{MODEL}"\nkv = "{KV_BYTES >> 20}MiB"\n'
             f"max_model_len = {MAX_MODEL_LEN}\nmax_streams = {MAX_STREAMS}\nthreads = 1\nenforce_eager = true\n"
-            f"{self._extra}\n"
         )
         return [sys.executable, "-m", "seedance.daemon", "--config", str(config), "--log-level", "warning"], {}
 

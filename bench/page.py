@@ -96,9 +96,10 @@ SECTIONS: Final = (
         (
             Row("messages/s over the C bound", "ratio_c_liburing"),
             Row("messages/s over the best Python server", "ratio_best_python"),
-            Row("messages/s over C with a `send` each", "ratio_c_send"),
+            Row("messages/s over C on epoll", "ratio_c_epoll"),
             Row("messages/s over `aiohttp`", "ratio_aiohttp"),
             Row("messages/s over `picows`", "ratio_picows"),
+            Row("messages/s over `socketify`", "ratio_socketify"),
             Row("step to socket, p99, µs", "step_to_socket_p99_us"),
             Row("step to socket, p99, µs, C bound", "step_to_socket_p99_us_c_liburing"),
         ),
@@ -195,6 +196,14 @@ SECTIONS: Final = (
             Row("cut to the next text, ms", "resume_ms"),
             Row("held of a stream whose client is away, bytes", "bytes_per_stream"),
         ),
+    ),
+    Section(
+        "uring",
+        "Options of io_uring",
+        "A server in C with one option more or less, over the same server with a ring as our worker's. Loads, with"
+        " bytes: a message to each of many connections (fan), question and answer (echo), data to be received (take).",
+        "processor time",
+        (Row("processor time", "cpu_ratio"), Row("p99 of an answer", "p99_ratio")),
     ),
     Section(
         "isolation",

@@ -29,7 +29,6 @@ from seedance.daemon.service import Answer, Service
 from seedance.daemon.urgency import deadline_of
 
 _log = logging.getLogger(__name__)
-_PING = sse.comment("ping")
 _PING_BESIDE_IDS = sse.comment_line("ping")
 _Door = Callable[[Service, openai_door.Exchange, bytes, int | None], Answer]
 _POST_DOORS: dict[str, _Door] = {
@@ -324,4 +323,4 @@ class HttpConnection:
     def ping(self) -> None:
         """Show a sign of life on a streamed answer, unless the client has something to take already."""
         if not self.flow.waiting_bytes:
-            self.write(_PING if self._reader is None else _PING_BESIDE_IDS)
+            self.write(sse.PING if self._reader is None else _PING_BESIDE_IDS)

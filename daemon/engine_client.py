@@ -197,8 +197,8 @@ class EngineClient:
     def _choose_way(self, stream: Stream) -> None:
         if stream.bypass_fd >= 0:
             self._plain_streams.set_plain(stream.number, stream.plain)
-        elif stream.in_columns and not stream.plain:
-            self.fm_columns.send_back(stream.number)
+        elif stream.in_columns:
+            self.fm_columns.set_plain(stream.number, stream.plain)
 
     def suits_columns(self, stream: Stream) -> bool:
         """Tell whether a stream brings plain tokens, among so many others that it is cheaper to take all together."""
@@ -355,6 +355,7 @@ class EngineClient:
             stream.output_tokens += len(delta.token_ids)
             stream.cached_tokens += delta.cached_tokens
             self._advance(stream, delta)
+        self.fm_columns.prepare()
         if tokens and not self._limiter.charge(self._clock(), tokens):
             self._quota_exceeded()
 

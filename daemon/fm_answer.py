@@ -70,6 +70,9 @@ class Session(Protocol):
     def touch(self) -> None:
         """Have what there is to send sent soon."""
 
+    def sent_in_columns(self, answer: FmAnswer, data: bytes) -> bool:
+        """Send text of a stream that is `in_columns`; False where that cannot be, and nothing is done."""
+
     def tell(self, note: Note) -> None:
         """Send a note, if there is room for it."""
 
@@ -84,7 +87,8 @@ class FmAnswer(Answer):
     """One stream of a session, and its own sink; `id` is its name for all of the tenant's clients.
 
     `infer` is the payload that asked for it, `text_bytes` how much of its text the session was given. `record` is what
-    the journal of the last worker has of it, until there is an engine that goes on with it.
+    the journal of the last worker has of it, until there is an engine that goes on with it. `in_columns` says that its
+    session is a row (`fm_columns`).
     """
 
     __slots__ = (
@@ -93,6 +97,7 @@ class FmAnswer(Answer):
         "_sessions",
         "begun_s",
         "id",
+        "in_columns",
         "infer",
         "number",
         "record",
@@ -104,6 +109,7 @@ class FmAnswer(Answer):
         self._sessions = sessions
         self._session = session
         self.number = number
+        self.in_columns = False
         self.record = record
         if record is None:
             self.begun_s, self._first_s = sessions.loop.time(), None
@@ -157,6 +163,8 @@ class FmAnswer(Answer):
     def data_arrived(self, data: bytes) -> None:
         """Take more text."""
         session = self._session
+        if self.in_columns and session.sent_in_columns(self, data):
+            return
         self.text_bytes += len(data)
         pressure = session.protocol.send_tokens(self.number, data)
         session.touch()

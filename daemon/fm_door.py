@@ -11,6 +11,7 @@ from seedance.daemon.infer_door import WebSocketConnection
 from seedance.daemon.protocol.fm_frame import HEADER_BYTES
 from seedance.daemon.protocol.fm_messages import Error
 from seedance.daemon.protocol.fm_server import HelloReceived, ServerOpening
+from seedance.daemon.protocol.fm_timing import HEARTBEAT_S
 from seedance.daemon.protocol.frame import CloseCode, frame_binary
 from seedance.daemon.protocol.websocket import CloseReceived, Event
 from seedance.daemon.ring.driver import Flow
@@ -20,6 +21,7 @@ class Owner(infer_door.Owner, Protocol):
     """What a connection needs of its worker."""
 
     sessions: FmSessions
+    ping_interval_s: float
 
 
 class FmConnection(WebSocketConnection):
@@ -29,6 +31,8 @@ class FmConnection(WebSocketConnection):
     """
 
     __slots__ = ("_opening", "_session", "_sessions")
+
+    _owner: Owner
 
     def __init__(self, owner: Owner, flow: Flow) -> None:
         payload_bytes = owner.sessions.options.payload_bytes
@@ -67,6 +71,11 @@ class FmConnection(WebSocketConnection):
             session, self._session = self._session, None
             session.end()
         super()._event(event)
+
+    def tick(self) -> None:
+        """See `WebSocketConnection`; a session has a heartbeat of its own, and that is enough if it is often enough."""
+        if self._session is None or self._owner.ping_interval_s < HEARTBEAT_S:
+            super().tick()
 
     @property
     def is_busy(self) -> bool:

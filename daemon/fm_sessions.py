@@ -254,6 +254,7 @@ class FmSessions:
         self._is_awaited = False
         touched, self._touched = self._touched, []
         prepared = [(sender, sender.prepare()) for sender in touched]
+        self._columns.prepare()
         self.journal.commit()
         self._columns.flush()
         for sender, messages in prepared:

@@ -19,6 +19,7 @@ from seedance.daemon.journal import saved
 from seedance.daemon.journal_records import SessionEnded, SessionRecord, StreamBegun, StreamRecord
 from seedance.daemon.protocol.fm_frame import tokens_prefix
 from seedance.daemon.protocol.fm_messages import (
+    Ack,
     Cancel,
     Hello,
     Infer,
@@ -70,6 +71,7 @@ class FmSession:
         "_client_id",
         "_column",
         "_column_fd",
+        "_column_seq",
         "_connection",
         "_is_known",
         "_is_touched",
@@ -109,13 +111,15 @@ class FmSession:
         self._connection: Connection | None = None
         self._column: FmAnswer | None = None  # the stream that is a row
         self._column_fd = -1
+        self._column_seq = 0  # as the timer saw it last
         self._is_touched = False
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def protocol(self) -> ServerSession:
         """Return the protocol's part, whole: a session that is a row is none any more."""
-        self.take_back()
+        if self._column is not None:
+            self.take_back()
         return self._protocol
 
     @property
@@ -139,9 +143,12 @@ class FmSession:
         """Return all that the journal needs of it; nothing before its first HELLO."""
         if not self._is_known:
             return b""
+        was_in_columns = self._column is not None
         unsaved, waiting, waiting_bytes = self.protocol.all_saved()
         record = self._record()
         record.streams = [answer.saved(waiting_bytes.get(answer.number, 0)) for answer in self._answers.values()]
+        if was_in_columns and self._connection is not None:
+            self._enter_columns(self._connection)
         return saved(record, unsaved, waiting)
 
     def restore(self, record: SessionRecord) -> None:
@@ -214,7 +221,8 @@ class FmSession:
 
     def message_received(self, message: bytes) -> None:
         """Take a binary message of the client."""
-        if self._column is not None and self._acked_in_columns(self._column, message):
+        ack = parse_ack(message)
+        if ack is not None and self._acked(ack):
             return
         self.protocol.receive_data(message, self._sessions.loop.time())
         self._act()
@@ -234,8 +242,9 @@ class FmSession:
 
     def touch(self) -> None:
         """Have what there is to send sent soon."""
-        self.take_back()  # what comes after that is to stay behind it
-        if not self._is_touched and (self._connection is not None or self.protocol.has_unsaved()):
+        if self._column is not None:
+            self.take_back()  # what comes after that is to stay behind it
+        if not self._is_touched and (self._connection is not None or self._protocol.has_unsaved()):
             self._is_touched = True
             self._sessions.touched(self)
 
@@ -274,7 +283,7 @@ class FmSession:
             self._enter_columns(connection)
 
     def _await_timer(self) -> None:
-        due_s, timer = self.protocol.next_timer(), self._timer
+        due_s, timer = self._protocol.next_timer(), self._timer
         if timer is not None:
             if timer.when() <= due_s:
                 return
@@ -283,6 +292,9 @@ class FmSession:
 
     def _timer_fired(self) -> None:
         self._timer = None
+        if self._has_sent_in_columns() and self._protocol.put_off_ping(self._sessions.loop.time()):
+            self._await_timer()
+            return
         self.protocol.timer_fired(self._sessions.loop.time())
         self._act()
         self.flush()
@@ -299,7 +311,7 @@ class FmSession:
             return
         stream, lent = answer.streams[0], self._protocol.lend(MOST_PAYLOAD_BYTES)
         if lent is not None and engine.fm_columns.enter(stream.number, self.number, connection.fd, lent, self):
-            stream.in_columns = True
+            stream.in_columns = answer.in_columns = True
             self._column, self._column_fd = answer, connection.fd
 
     def take_back(self) -> None:
@@ -309,23 +321,40 @@ class FmSession:
             return
         self._column = None
         (stream,) = answer.streams
-        stream.in_columns = False
+        stream.in_columns = answer.in_columns = False
         prefix = tokens_prefix(answer.number, self._protocol.encoding)
         left = self._sessions.service.engine.fm_columns.leave(stream.number, prefix)
         self._protocol.sent_elsewhere(left.frames)
         stream.output_tokens += left.tokens
         answer.text_bytes += left.text_bytes
 
+    def sent_in_columns(self, answer: FmAnswer, data: bytes) -> bool:
+        """See `fm_answer.Session`."""
+        return self._sessions.service.engine.fm_columns.send_text(answer.streams[0].number, data)
+
+    def _has_sent_in_columns(self) -> bool:
+        """Tell whether anything was sent in columns since the last call."""
+        if self._column is None:
+            return False
+        before, columns = self._column_seq, self._sessions.service.engine.fm_columns
+        self._column_seq = columns.next_seq(self._column.streams[0].number)
+        return self._column_seq != before
+
     def fell_behind(self, waiting_bytes: int) -> None:
         """See `fm_columns.Owner`."""
         if self._connection is not None:
             self._connection.fell_behind(waiting_bytes)
 
-    def _acked_in_columns(self, answer: FmAnswer, message: bytes) -> bool:
-        """Take a message that is an ACK and nothing else; False where the protocol has to look at it."""
-        ack = parse_ack(message)
+    def _acked(self, ack: Ack) -> bool:
+        """Take an ACK after which there is nothing to do; False where the protocol has to look at it."""
+        answer = self._column
+        if answer is None:
+            is_taken = self._protocol.acked_quietly(ack.seq, ack.credit)
+            if is_taken and self._connection is not None:
+                self._connection.all_sent()
+            return is_taken
         columns = self._sessions.service.engine.fm_columns
-        if ack is None or not columns.acked(answer.streams[0].number, ack.seq, ack.credit):
+        if not columns.acked(answer.streams[0].number, ack.seq, ack.credit):
             return False
         self._protocol.acked_elsewhere(ack.seq, ack.credit)
         return True

@@ -101,8 +101,9 @@ class Worker:
         self._told = LimiterStatistics()
         self._tick_s = min(_LONGEST_TICK_S, settings.http.ping_interval_s / 4)
         self._next_tick_s = loop.time() + self._tick_s
+        self.ping_interval_s = settings.http.ping_interval_s
         # Whether anything else was sent meanwhile or not: nobody has to remember who was quiet.
-        self._pings: Wheel[Connection] = Wheel(settings.http.ping_interval_s - self._tick_s, loop.time())
+        self._pings: Wheel[Connection] = Wheel(self.ping_interval_s - self._tick_s, loop.time())
         self._connections = self._pings.members
         self._checks = Rounds(self._connections, self._tick_s, _CHECKS_AT_ONCE, loop.time())
         self._patience_s = {

@@ -198,9 +198,14 @@ class Sender:
 
     # Frames that the owner numbers and sends by itself.
 
+    @property
+    def is_quiet(self) -> bool:
+        """Tell whether there is nothing to be sent now, nor after an ACK."""
+        return not (self._waiting or self._fresh or self._resend or self._is_pressed)
+
     def can_lend(self, payload_bytes: int, frames: int) -> bool:
         """Tell whether so many frames may be numbered elsewhere: nothing waits, and they are far from the bound."""
-        if self._waiting or self._fresh or self._resend or self._is_pressed:
+        if not self.is_quiet:
             return False
         return self.held_bytes + frames * (payload_bytes + FRAME_COST_BYTES) < self._pause_bytes
 

@@ -44,7 +44,7 @@ from seedance.errors import LocalProtocolError, RemoteProtocolError
 MAX_STREAMS: Final = 256
 """Streams at once in one session, whatever the tenant's own limit."""
 
-LOSSLESS_ACK_DELAY_MS: Final = 1000
+LOSSLESS_ACK_DELAY_MS: Final = 10_000
 """So long a client may wait with the ACK of TOKENS on a link that loses nothing: they come by count, then.
 
 Not where the session's bound is small.
@@ -334,6 +334,25 @@ class ServerSession(Session):
         self._heartbeat.heard()
         self._sender.acked_elsewhere(seq + 1 - self._sender.next_seq, credit)
         self._saved = self._sender.next_seq, self._saved[1]
+
+    def acked_quietly(self, seq: int, credit: int) -> bool:
+        """Take an ACK that lets nothing out, as nothing waits; False where it has to be looked at, and is not taken."""
+        sender = self._sender
+        if self._heartbeat is None or self.state is not State.CONNECTED or not self.options.lossless:
+            return False
+        if self._control or not sender.is_quiet or not sender.ack_arrived(seq, credit):
+            return False
+        self._heartbeat.heard()
+        return True
+
+    def put_off_ping(self, now: float) -> bool:
+        """Do nothing about a timer, if it is that of a ping, and the client has said something lately.
+
+        For who sends elsewhere, and has since the last time: a ping says that we are there, too. False where
+        `timer_fired` is to be called.
+        """
+        heartbeat = self._heartbeat
+        return heartbeat is not None and self.next_timer() == heartbeat.due_s and heartbeat.put_off(now)
 
     # What the client sent.
 

@@ -63,6 +63,14 @@ class Heartbeat:
         """Take note that the peer said something."""
         self._misses = 0
 
+    def put_off(self, now: float) -> bool:
+        """Do without the ping that is due, if the peer has said something lately; look again in half the time."""
+        if self._misses >= MAX_MISSES - 1:
+            return False
+        self._misses += 1
+        self.due_s = now + HEARTBEAT_S / 2
+        return True
+
     def next_ping(self, now: float) -> bytes | None:
         """Return what the ping that is due carries; None when the peer is gone."""
         if self._misses >= MAX_MISSES:

@@ -18,6 +18,12 @@ HEADERS: Final = (
     ("X-Accel-Buffering", "no"),
 )
 DONE: Final = b"data: [DONE]\n\n"
+PING: Final = b"\n\n"
+"""A sign of life between events: empty lines, which are no event (§9.2.6).
+
+vLLM's load client (0.32.0) reads nothing any more behind a comment. There are two of them for who splits at double line
+breaks and expects each part to begin with its field.
+"""
 
 _LINE_BREAK: Final = re.compile(rb"\r\n|\r|\n")
 _NOT_IN_ID: Final = re.compile(r"[\r\n\0]")
@@ -38,7 +44,7 @@ def event(data: bytes, id: str | None = None) -> bytes:
 
 
 def comment(text: str) -> bytes:
-    """Return a comment, which readers ignore: a sign of life."""
+    """Return a comment, which readers ignore."""
     return _lines(b": ", text.encode()) + b"\n"
 
 

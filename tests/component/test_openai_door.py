@@ -14,6 +14,7 @@ from support.daemon import DRIVERS, Daemon
 from support.raw_http import Connection, events, request
 from support.synthetic import MODEL, expected_ids, expected_text, prompt_ids, whole_tokens
 
+from seedance.daemon.protocol import sse
 from seedance.engine.synthetic_vocabulary import decode_text, synthetic_token_text
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Wie heißt 東京 noch?"}]
@@ -438,7 +439,7 @@ def test_a_stream_is_never_silent_from_the_first_second_on(doors: Daemon, connec
         gaps.append(now - last)
         last = now
         seen.append(chunk)
-    pings = [chunk for chunk in seen if chunk == b": ping\n\n"]
+    pings = [chunk for chunk in seen if chunk == sse.PING]
     assert len(pings) >= 2
     assert max(gaps) < 1.5
     texts = ["", ""]

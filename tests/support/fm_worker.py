@@ -115,6 +115,7 @@ class FmWorker:
         if is_ready:
             self.ready()
         self.max_backlog_bytes = bound_bytes
+        self.ping_interval_s = 15.0
         self.leaving = False
         self.forgotten: list[object] = []
         self._receiver: Receiver[ToHost] = Receiver(ToHost)

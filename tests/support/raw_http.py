@@ -139,10 +139,10 @@ def request(
 
 
 def events(body: bytes) -> list[Any]:
-    """Return the data of the server-sent events in a stream that ended well; comments are passed over."""
+    """Return the data of the server-sent events in a stream that ended well; comments and pings are passed over."""
     *blocks, rest = body.split(b"\n\n")
     assert rest == b""
-    blocks = [block for block in blocks if not block.startswith(b":")]
+    blocks = [block for block in blocks if block and not block.startswith(b":")]
     assert all(block.startswith(b"data: ") and b"\n" not in block for block in blocks)
     assert blocks.pop() == b"data: [DONE]"
     return [msgspec.json.decode(block.removeprefix(b"data: ")) for block in blocks]

@@ -95,7 +95,7 @@ def test_a_new_session() -> None:
         next_seq=1,
         last_seq=0,
         window=128,
-        ack_delay_ms=1000,
+        ack_delay_ms=10_000,
     )
     assert (session.state, session.encoding, session.is_parked) == (State.CONNECTED, Encoding.TEXT, False)
 

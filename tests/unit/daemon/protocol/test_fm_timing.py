@@ -62,6 +62,21 @@ def test_a_word_in_time_is_enough() -> None:
             heartbeat.heard()
 
 
+def test_who_has_spoken_lately_need_not_be_pinged() -> None:
+    heartbeat, now = Heartbeat(0.0), 0.0
+    for _ in range(10):
+        assert heartbeat.put_off(now)
+        assert heartbeat.put_off(now + HEARTBEAT_S / 2)
+        assert heartbeat.due_s == now + HEARTBEAT_S
+        now = heartbeat.due_s
+        heartbeat.heard()
+    assert heartbeat.put_off(now)
+    assert heartbeat.put_off(now)
+    assert not heartbeat.put_off(now), "nothing was heard since"
+    assert heartbeat.next_ping(now) is not None
+    assert heartbeat.next_ping(now + HEARTBEAT_S) is None
+
+
 def test_only_the_last_ping_measures_and_once() -> None:
     heartbeat = Heartbeat(0.0)
     first = heartbeat.next_ping(0.0)

@@ -64,3 +64,9 @@ def test_template_refuses_line_breaks() -> None:
 def test_a_comment_beside_ids_has_no_empty_line() -> None:
     assert sse.comment_line("ping") == b": ping\n"
     assert sse.comment_line("a\nb") == b": a\n: b\n"
+
+
+def test_a_ping_is_no_event_and_splits_as_events_do() -> None:
+    stream = sse.event(b"a") + sse.PING + sse.event(b"b")
+    assert read(stream) == [("", "a"), ("", "b")]
+    assert [part for part in stream.split(b"\n\n") if part] == [b"data: a", b"data: b"]
