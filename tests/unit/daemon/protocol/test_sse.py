@@ -64,3 +64,9 @@ def test_template_refuses_line_breaks() -> None:
 def test_a_comment_beside_ids_has_no_empty_line() -> None:
     assert sse.comment_line("ping") == b": ping\n"
     assert sse.comment_line("a\nb") == b": a\n: b\n"
+
+
+def test_a_time_to_connect_again_is_no_event() -> None:
+    line = sse.retry_line(2000)
+    assert line == b"retry: 2000\n"
+    assert read(sse.comment_line("draining") + line + sse.event(b"x", "1")) == [("1", "x")]
