@@ -51,6 +51,7 @@ def daemon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         daemon.add_tenant("acme", "[tokens]\nstreams = 128\n[requests]\nqueue = 128\n")
         daemon.add_tenant("brief", f'[session]\nresume_for = "{RESUME_FOR_S:g}s"\n')
         daemon.reload()
+        daemon.text("acme")
         yield daemon
         wait_until(daemon.is_at_rest)
         daemon.stop()
