@@ -1,12 +1,13 @@
 """Clients of each door that are away for long: while a long prompt is read, and nearly too long.
 
-    python -m bench.absence
+    python -m bench.absence [--prefill-seconds 60]
 
 A part of `bench.survive`, too. Ends with exit status 1 at the first stream that is not as it has to be.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import tempfile
 import time
@@ -29,10 +30,12 @@ GONE: Final = "gone"
 RESUME_FOR_S: Final = 10
 AWAY_S: Final = {"in_time": 9.0, "too_late": 11.0}
 PREFILL_S: Final = 60.0
-AWAY_IN_PREFILL_S: Final = 30.0
+AWAY_PART: Final = 0.5
+"""So much of it the clients are away for."""
 PROMPT_TOKENS_PER_S: Final = 50
 TOKENS: Final = 100
-LIMIT_S: Final = 180.0
+LIMIT_S: Final = 120.0
+"""So long beyond the reading of the prompt all may take."""
 
 
 class Absence(msgspec.Struct, frozen=True):
@@ -106,19 +109,19 @@ async def _events(daemon: Daemon, absence: Absence) -> Seen:
 DOORS: Final[dict[str, Talk]] = {"fm": _frames, "json": _messages, "sse": _events}
 
 
-async def in_prefill(daemon: Daemon) -> dict[str, float]:
+async def in_prefill(daemon: Daemon, prefill_s: float) -> dict[str, float]:
     """Leave each door's stream while its prompt is read; return when its client had all. Raises NotOnce.
 
     Each has a tenant of its own, so that the engine reads all of them for as long.
     """
-    prompt_tokens = int(PREFILL_S * PROMPT_TOKENS_PER_S) // len(DOORS)
+    prompt_tokens = int(prefill_s * PROMPT_TOKENS_PER_S) // len(DOORS)
     absences = {}
     for at, door in enumerate(DOORS):
         prompt = [300 + (at + index) % 50 for index in range(prompt_tokens)]
-        absences[door] = Absence(door, prompt, AWAY_IN_PREFILL_S, whole_tokens(prompt, TOKENS))
+        absences[door] = Absence(door, prompt, AWAY_PART * prefill_s, whole_tokens(prompt, TOKENS))
     seen = await asyncio.gather(*(DOORS[door](daemon, absence) for door, absence in absences.items()))
     for (door, absence), one in zip(absences.items(), seen, strict=True):
-        if one.before or one.whole_s < 0.9 * PREFILL_S:
+        if one.before or one.whole_s < 0.9 * prefill_s:
             raise NotOnce(f"{door}: all was there after {one.whole_s:.0f} s: no long prompt was read")
         if one.result != expected_text(absence.prompt, absence.tokens):
             raise NotOnce(f"{door}: another text than from token 0 on: {one.result!r}")
@@ -144,7 +147,7 @@ async def for_too_long(daemon: Daemon) -> dict[str, dict[str, str]]:
     return found
 
 
-def absences(folder: Path) -> dict[str, Any]:
+def absences(folder: Path, prefill_s: float = PREFILL_S) -> dict[str, Any]:
     """Run both, at the same time, each with a daemon of its own. Raises NotOnce."""
     slow = {"engine": {"max_model_len": 8192}, "engine.synthetic": {"prompt_tokens_per_s": PROMPT_TOKENS_PER_S}}
     with running(folder / "slow", *DOORS, tables=slow) as reading, running(folder / "brief") as brief:
@@ -152,17 +155,20 @@ def absences(folder: Path) -> dict[str, Any]:
         brief.reload()
 
         async def both() -> tuple[dict[str, float], dict[str, dict[str, str]]]:
-            async with asyncio.timeout(LIMIT_S):
-                return await asyncio.gather(in_prefill(reading), for_too_long(brief))
+            async with asyncio.timeout(prefill_s + LIMIT_S):
+                return await asyncio.gather(in_prefill(reading, prefill_s), for_too_long(brief))
 
-        prefill_s, too_long = asyncio.run(both())
+        whole_s, too_long = asyncio.run(both())
         for daemon in (reading, brief):
             wait_until(daemon.is_at_rest)
             daemon.stop()
-    say(f"away in a long prompt's reading: whole after {prefill_s} s; away for long: {too_long}")
-    return {"prefill_whole_s": prefill_s, "resume_for": too_long}
+    say(f"away in a long prompt's reading: whole after {whole_s} s; away for long: {too_long}")
+    return {"prefill_whole_s": whole_s, "resume_for": too_long}
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Go away from streams, and come back; see bench/README.md.")
+    parser.add_argument("--prefill-seconds", type=float, default=PREFILL_S)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="seedance-") as name:
-        print(msgspec.json.encode(absences(Path(name))).decode())
+        print(msgspec.json.encode(absences(Path(name), options.prefill_seconds)).decode())

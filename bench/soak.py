@@ -34,6 +34,7 @@ from support.synthetic import MODEL, expected_text, whole_tokens
 from bench.exactly_once import Expected, NotOnce
 from bench.processes import end_in_order
 from bench.report import say
+from seedance.daemon.protocol.fm_messages import Modality, Part
 
 TENANTS: Final = ("acme", "globex")
 PATH: Final = "/v1/completions"
@@ -43,6 +44,8 @@ TOKENS: Final = (5, 200)
 AT_ONCE: Final = 4
 ROUNDS: Final = 5
 """So often a client asks for AT_ONCE streams before it ends its session or connection, and begins another one."""
+LOGPROBS_PART: Final = 0.3
+IN_PARTS_PART: Final = 0.3
 STUCK_S: Final = 120.0
 LATER: Final = ("overloaded", "engine_unavailable", "rate_limited")
 """With these a request may be refused before it has begun; it is asked again."""
@@ -50,7 +53,7 @@ LOG: Final = Path("build/soak.log")
 LIMITS: Final = "[tokens]\nstreams = 512\n[requests]\nqueue = 512\n"
 TABLES: Final = {
     "engine": {"max_model_len": 8192},
-    "engine.synthetic": {"tokens_per_s": 50, "prompt_tokens_per_s": 20_000, "die_after_steps": 2000},
+    "engine.synthetic": {"tokens_per_s": 50, "prompt_tokens_per_s": 20_000, "die_after_steps": 500},
 }
 
 
@@ -201,7 +204,7 @@ class Soak:
         client = FmClient(self._address, self._daemon.keys[tenant], client_id=name, choose=choose)
 
         async def one(case: Case) -> bool:
-            stream = client.ask(case.prompt, **case.fields)
+            stream, with_logprobs = _asked(client, case, choose)
             while stream.last is None:
                 stream.changed.clear()
                 await stream.changed.wait()
@@ -212,6 +215,8 @@ class Soak:
             except SessionLost as exc:
                 return _is_refusal(case, exc.error.code)
             case.ended(end.finish_reason, end.usage["completion_tokens"])
+            if len(stream.positions) != case.tokens * with_logprobs:
+                raise NotOnce(f"{case.name}: {len(stream.positions)} log probabilities of {case.tokens} tokens")
             return True
 
         async with self._using(client):
@@ -254,6 +259,18 @@ class Soak:
 
 def _count(counts: dict[str, int], name: str) -> None:
     counts[name] = counts.get(name, 0) + 1
+
+
+def _asked(client: FmClient, case: Case, choose: random.Random) -> tuple[FmStream, bool]:
+    """Ask in one of the ways that frames have, and tell whether with log probabilities."""
+    with_logprobs = choose.random() < LOGPROBS_PART
+    fields = case.fields | ({"logprobs": 1} if with_logprobs else {})
+    if choose.random() >= IN_PARTS_PART:
+        return client.ask(case.prompt, **fields), with_logprobs
+    cut = choose.randint(0, len(case.prompt))
+    stream = client.ask(case.prompt[:cut], more=True, **fields)
+    client.part(Part(stream=stream.number, modality=Modality.TEXT, data=case.prompt[cut:].encode()))
+    return stream, with_logprobs
 
 
 def _take_frames(case: Case, stream: FmStream) -> None:

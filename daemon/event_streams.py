@@ -53,6 +53,10 @@ class EventReader:
         data = b"".join([b"%b%d\n%b" % (prefix, seq, record) for seq, record in enumerate(records, first_seq)])
         return connection.flow.send(chunk(data) if connection.chunked else data)
 
+    def tell(self, note: str, retry_after_ms: int) -> None:
+        data = sse.comment_line(note) + sse.retry_line(retry_after_ms)
+        self._connection.flow.send(chunk(data) if self._connection.chunked else data)
+
     def all_taken(self) -> None:
         self._connection.end_stream()
 

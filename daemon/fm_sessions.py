@@ -189,10 +189,10 @@ class FmSessions:
         self.journal.set_bound(log_bytes(quota))
         self._expiry.set()
 
-    def tell_all(self, note: str) -> None:
+    def tell_all(self, note: str, retry_after_ms: int) -> None:
         """Send every client a note."""
         for session in self._log.items():
-            session.tell(Note(stream=0, note=note))
+            session.tell(Note(stream=0, note=note, retry_after_ms=retry_after_ms))
 
     def leave(self) -> None:
         """Take no client any more: the next worker is theirs, and the journal, too."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from seedance.daemon.doors import fm
-from seedance.daemon.doors.errors import ApiError, invalid
+from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.fm_answer import FmAnswer, Sessions
 from seedance.daemon.fm_columns import MOST_PAYLOAD_BYTES
 from seedance.daemon.journal import saved
@@ -25,7 +25,6 @@ from seedance.daemon.protocol.fm_messages import (
     Infer,
     Note,
     Part,
-    decode_payload,
     encode_payload,
     parse_ack,
 )
@@ -125,7 +124,8 @@ class FmSession:
     @property
     def held_bytes(self) -> int:
         """See `session_log.Resumable`."""
-        return SESSION_COST_BYTES * (1 + len(self._answers)) + self.protocol.held_bytes
+        parts_bytes = sum(answer.parts.size_bytes for answer in self._answers.values() if answer.parts is not None)
+        return SESSION_COST_BYTES * (1 + len(self._answers)) + parts_bytes + self.protocol.held_bytes
 
     @property
     def oldest_seq(self) -> int:
@@ -166,7 +166,7 @@ class FmSession:
             answer = FmAnswer(self._sessions, self, stream.number, stream)
             self._answers[stream.number] = answer
             self._sessions.stream_began(answer)
-            self._sessions.service.expect(functools.partial(self._resume, answer, stream))
+            self._sessions.service.expect(functools.partial(answer.resume, stream))
 
     def _record(self) -> SessionRecord:
         protocol = self.protocol
@@ -178,29 +178,6 @@ class FmSession:
         unsaved = self.protocol.take_unsaved()
         if unsaved is not None:
             self._sessions.journal.changes(self.number, unsaved)
-
-    def _resume(self, answer: FmAnswer, record: StreamRecord) -> None:
-        """Go on with a stream that another worker had, now that there is an engine."""
-        service = self._sessions.service
-        answer.record = None
-        if answer.cancelled:
-            service.release(1)
-            return
-        infer = decode_payload(record.infer, 0, len(record.infer))
-        assert isinstance(infer, Infer)
-        request = fm.parse(infer)
-        if record.sampling is None:
-            service.begin_infer(request, answer)
-            return
-        try:
-            (text,) = service.resume(request, answer, [record])
-        except ApiError as error:
-            answer.stream_failed(error)
-            return
-        rest = text.encode()[answer.text_bytes :]
-        if rest:
-            answer.data_arrived(rest)
-        self.touch()
 
     # -- the connection -----------------------------------------------------------------------------------------------
 
@@ -424,8 +401,7 @@ class FmSession:
             self._cancel(event)
         elif isinstance(event, Part):
             if (answer := self._answers.get(event.stream)) is not None:
-                self._sessions.service.cancel(answer)
-                answer.stream_failed(invalid("cannot take a part: they are not supported here"))
+                answer.part_arrived(event)
         elif isinstance(event, Drained):
             self._set_paused(False)
         elif isinstance(event, Failed):
@@ -449,7 +425,7 @@ class FmSession:
         self.pressed(self.protocol.accept(message.stream, answer.id))
         fd = -1 if self._connection is None else self._connection.fd
         answer.urgency = service.urgency(fd, request.deadline_ms)
-        service.begin_infer(request, answer)
+        answer.begin(message, request)
 
     def _cancel(self, cancel: Cancel) -> None:
         if cancel.stream:

@@ -270,6 +270,11 @@ class InferConnection(WebSocketConnection):
     def is_busy(self) -> bool:
         return self._running is not None
 
+    def tell(self, note: str, retry_after_ms: int) -> None:
+        """Tell the client something, if it has streams here."""
+        if self.is_busy:
+            self.send(frame_text(infer.told(note, retry_after_ms)))
+
     def cancel_all(self) -> None:
         running, self._running = self._running, None
         for each in (running or {}).values():
@@ -320,6 +325,9 @@ class MessageReader:
         message = self._messages.message
         frames = [frame_text(message(seq, record)) for seq, record in enumerate(records, first_seq)]
         return self._connection.flow.send(b"".join(frames))
+
+    def tell(self, note: str, retry_after_ms: int) -> None:
+        """Nothing: its connection tells it once, whatever it has running."""
 
     def all_taken(self) -> None:
         self._connection.end_stream(self._id)

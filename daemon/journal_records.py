@@ -10,7 +10,8 @@ its length. The four that come with every step of the engine are plain bytes, al
     OTHER     any other
 
 The text of a session's stream is not in the journal: it is told again from the token ids, without what is in frames
-with a number. A kept stream's is in its records, which are in the same entry as the tokens that they were made of.
+with a number. A kept stream's is in its records, which are in the same entry as the tokens that they were made of; so
+is a session's with log probabilities, in payloads that wait.
 
 Sessions and kept streams are numbered together, as `session`. A generation has two numbers more: its own within that,
 which is the client's for a stream of a session, and the choice of a kept stream; and the worker's for the engine.
@@ -44,8 +45,9 @@ class StreamRecord(msgspec.Struct, array_like=True):
     """A generation that runs. Times are of the machine's monotonic clock; token ids are unsigned 32-bit numbers.
 
     `engine` is its number for the engine of the worker that writes, and `sampling` what the engine was told, once that
-    was. In a session `infer` is the payload by which it was asked for, and `told_bytes` of its text are in frames with
-    a number. A choice of a kept stream that has ended, as others have not, had `ended_tokens`.
+    was. In a session `infer` is the payload by which it was asked for, `parts` are those of its prompt, if not all have
+    come, and `told_bytes` of its text are in frames with a number. A choice of a kept stream that has ended, as others
+    have not, had `ended_tokens`.
     """
 
     number: int
@@ -61,6 +63,7 @@ class StreamRecord(msgspec.Struct, array_like=True):
     told_bytes: int = 0
     first_s: float | None = None
     ended_tokens: int | None = None
+    parts: list[bytes] = []
 
 
 class SessionRecord(msgspec.Struct, array_like=True, tag=1):
@@ -167,9 +170,18 @@ class KeptOver(msgspec.Struct, array_like=True, tag=10, frozen=True):
     session: int
 
 
+class PartTaken(msgspec.Struct, array_like=True, tag=11, frozen=True):
+    """A part of a stream's prompt came; its payload."""
+
+    session: int
+    number: int
+    payload: bytes
+
+
 Saved = SessionRecord | KeptRecord
 _OfKept = ChoiceEnded | KeptOver
-Record = Saved | SessionEnded | StreamBegun | StreamSubmitted | FirstToken | Deltas | Waiting | _OfKept
+_OfStreams = StreamBegun | PartTaken | StreamSubmitted | FirstToken
+Record = Saved | SessionEnded | _OfStreams | Deltas | Waiting | _OfKept
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decoder: Final[msgspec.msgpack.Decoder[Record]] = msgspec.msgpack.Decoder(Record)

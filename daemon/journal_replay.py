@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import operator
 from collections.abc import Iterable
-from typing import Final
 
 from seedance.daemon.journal_records import (
     COUNT,
@@ -21,6 +20,7 @@ from seedance.daemon.journal_records import (
     FirstToken,
     KeptOver,
     KeptRecord,
+    PartTaken,
     Record,
     Saved,
     SessionEnded,
@@ -32,10 +32,8 @@ from seedance.daemon.journal_records import (
     decode,
     split_frames,
 )
-from seedance.daemon.protocol.fm_frame import HEADER_BYTES, Kind
+from seedance.daemon.protocol.fm_frame import HEADER_BYTES, Encoding
 from seedance.daemon.protocol.fm_messages import End, Error, Tokens, decode_payload
-
-_LAST: Final = (Kind.END, Kind.ERROR)
 
 
 class Replay:
@@ -119,9 +117,8 @@ class Replay:
 
     def _numbered(self, session: SessionRecord, framed: bytes) -> None:
         """Take note that a payload has a number: it waits no longer, and may be the last of its stream."""
-        if framed[HEADER_BYTES] == Kind.TOKENS:
-            message = decode_payload(framed, HEADER_BYTES, len(framed))
-            assert isinstance(message, Tokens)
+        message = decode_payload(framed, HEADER_BYTES, len(framed))
+        if isinstance(message, Tokens) and message.encoding != Encoding.LOGPROBS:
             stream = self._streams.get((session.session, message.stream))
             if stream is not None:
                 stream.told_bytes += len(message.data)
@@ -131,9 +128,7 @@ class Replay:
         payload = framed[HEADER_BYTES:]
         if (0, payload) in session.waiting:
             session.waiting.remove((0, payload))
-        if payload[0] in _LAST:
-            message = decode_payload(payload, 0, len(payload))
-            assert isinstance(message, End | Error)
+        if isinstance(message, End | Error):
             self._over(session.session, message.stream)
 
     def _kept(self, body: bytes) -> None:
@@ -173,6 +168,8 @@ class Replay:
                 self._all_over(record.session)
             case StreamBegun():
                 self._began(record.session, record.stream)
+            case PartTaken():
+                self._part_taken(record)
             case StreamSubmitted():
                 self._submitted(record)
             case FirstToken():
@@ -198,6 +195,10 @@ class Replay:
             self._by_engine[stream.engine] = stream
             self._token_ids[stream.engine] = array.array("I", stream.token_ids)
 
+    def _part_taken(self, record: PartTaken) -> None:
+        if (stream := self._streams.get((record.session, record.number))) is not None:
+            stream.parts.append(record.payload)
+
     def _submitted(self, record: StreamSubmitted) -> None:
         stream = self._streams.get((record.session, record.number))
         if (kept := self.kept.get(record.session)) is not None:
@@ -206,6 +207,7 @@ class Replay:
         if stream is not None:
             stream.engine, stream.model = record.engine, record.model
             stream.prompt_token_ids, stream.sampling = record.prompt_token_ids, record.sampling
+            stream.parts = []
             self._began(record.session, stream)
 
     def _first_token(self, record: FirstToken) -> None:

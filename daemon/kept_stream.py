@@ -42,6 +42,9 @@ class Reader(Protocol):
     def take(self, first_seq: int, records: Sequence[bytes]) -> int:
         """Send records that follow each other; returns how many bytes wait because the client reads slowly."""
 
+    def tell(self, note: str, retry_after_ms: int) -> None:
+        """Send what is no part of the stream: nobody else will be told."""
+
     def all_taken(self) -> None:
         """The last record has been sent: the last call."""
 
@@ -264,6 +267,11 @@ class KeptStream:
         self._is_behind = False
         self.touch()
         self._streams.flush()
+
+    def tell(self, note: str, retry_after_ms: int) -> None:
+        """Tell the reader, if there is one that its stream has begun for."""
+        if self._reader is not None and self._is_reading:
+            self._reader.tell(note, retry_after_ms)
 
     def park(self) -> None:
         """Send the reader away, to come back to the next worker."""

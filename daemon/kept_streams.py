@@ -247,6 +247,11 @@ class KeptStreams:
             except ApiError as error:
                 again.answer.sink(0).stream_failed(error)
 
+    def tell_all(self, note: str, retry_after_ms: int) -> None:
+        """Tell all who read a stream."""
+        for stream in self._log.items():
+            stream.tell(note, retry_after_ms)
+
     def park(self) -> None:
         """Send the clients away, to come back to the next worker."""
         self._sessions.flush()

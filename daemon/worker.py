@@ -345,9 +345,17 @@ class Worker:
 
     def _drain(self, deadline_s: float) -> None:
         self.service.draining = True
-        self.sessions.tell_all("draining")
+        self._tell_all("draining", round(1000 * DRAIN_RETRY_S))
         self._loop.call_later(deadline_s, self._end_streams)
         self._leave()
+
+    def _tell_all(self, note: str, retry_after_ms: int) -> None:
+        """Tell all clients who can be told beside what they have asked for."""
+        self.sessions.tell_all(note, retry_after_ms)
+        self.streams.tell_all(note, retry_after_ms)
+        for connection in list(self._connections):
+            if isinstance(connection, InferConnection):
+                connection.tell(note, retry_after_ms)
 
     def _end_streams(self) -> None:
         """Tell every client whose stream still runs; the last of them to close its connection ends the worker.

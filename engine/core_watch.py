@@ -27,11 +27,17 @@ class Watched(Protocol):
 
 
 class CoreWatch:
-    """The watch over engines that are up; `engines` returns them. The GPU's watch stays its owner's."""
+    """The watch over engines that are up; `engines` returns them. The GPU's watch stays its owner's.
 
-    def __init__(self, engines: Callable[[], Iterable[Watched]], gpu: GpuWatch | None = None) -> None:
+    `proc` is where the kernel tells of processes.
+    """
+
+    def __init__(
+        self, engines: Callable[[], Iterable[Watched]], gpu: GpuWatch | None = None, proc: Path = Path("/proc")
+    ) -> None:
         self._engines = engines
         self._gpu = gpu
+        self._proc = proc
         self._known: dict[Watched, Progress] = {}
 
     async def run(self) -> None:
@@ -46,24 +52,23 @@ class CoreWatch:
         engines = [engine for engine in self._engines() if engine.adapter.core_pid is not None]
         self._known = {engine: self._known.get(engine) or Progress() for engine in engines}
         for engine, progress in list(self._known.items()):
-            sight = _sight(engine, now_s, None if self._gpu is None else self._gpu.is_busy(time.monotonic()))
+            sight = self._sight(engine, now_s)
             reason = progress.look(sight) if sight is not None else ""
             if reason:
                 engine.adapter.give_up(reason)
 
-
-def _sight(engine: Watched, now_s: float, gpu_busy: bool | None) -> Sight | None:
-    """Look at an engine; None when it has just ended, of which others tell."""
-    try:
-        text = Path(f"/proc/{engine.adapter.core_pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    record = engine.ledger.engine(engine.ledger.engine_row)
-    return Sight(
-        now_s=now_s,
-        sign=None if record is None else record.beat_s,
-        cpu_s=(int(fields[_USER]) + int(fields[_SYSTEM])) * _TICK_S,
-        process_state=fields[_STATE],
-        gpu_busy=gpu_busy,
-    )
+    def _sight(self, engine: Watched, now_s: float) -> Sight | None:
+        """Look at an engine; None when it has just ended, of which others tell."""
+        try:
+            text = (self._proc / str(engine.adapter.core_pid) / "stat").read_text()
+        except OSError:
+            return None
+        fields = text.rpartition(")")[2].split()
+        record = engine.ledger.engine(engine.ledger.engine_row)
+        return Sight(
+            now_s=now_s,
+            sign=None if record is None else record.beat_s,
+            cpu_s=(int(fields[_USER]) + int(fields[_SYSTEM])) * _TICK_S,
+            process_state=fields[_STATE],
+            gpu_busy=None if self._gpu is None else self._gpu.is_busy(time.monotonic()),
+        )

@@ -1,46 +1,62 @@
 """The FM door: what frames ask for as requests, and what becomes of them as frames.
 
-A request's `sampling` holds the parameters that the other doors have, by the same names.
+A request's `sampling` holds the parameters that the other doors have, by the same names; `logprobs` is the number of
+alternatives at each position.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
+from seedance.daemon.detokenizer import Vocabulary
 from seedance.daemon.doors import infer
 from seedance.daemon.doors.errors import ApiError, invalid
 from seedance.daemon.doors.infer import InferRequest
-from seedance.daemon.doors.openai_response import Usage
+from seedance.daemon.doors.openai_response import LEAST_LOGPROB, Usage
+from seedance.daemon.protocol.fm_logprobs import Candidate, encode_scored
 from seedance.daemon.protocol.fm_messages import End, Error, Infer
 from seedance.daemon.session_log import Absent
-from seedance.engine.request import FinishReason
+from seedance.engine.request import FinishReason, TokenLogprobs
 
 _MESSAGE_CHARACTERS: Final = 512
 _encode: Final = msgspec.json.Encoder().encode
 
 
 def parse(message: Infer) -> InferRequest:
-    """Return what an INFER asks for. Raises ApiError."""
-    if message.more:
-        raise invalid("cannot use 'more': parts are not supported here; send all in one frame", "more")
+    """Return what an INFER asks for; of a prompt that more of is to come, what there is. Raises ApiError."""
     prompts = [each for each in (message.prompt, message.token_ids, message.messages) if each is not None]
+    if message.more and not prompts:
+        prompts = [""]
     if len(prompts) != 1:
         raise invalid("cannot serve the request: send one of 'prompt', 'messages' and 'token_ids'", "prompt")
     fields = message.sampling | {
         "id": None,
         "model": message.model or None,
-        "prompt": message.token_ids if message.prompt is None else message.prompt,
+        "prompt": None if message.messages is not None else prompts[0],
         "messages": message.messages,
         "deadline_ms": message.deadline_ms,
         "stream": True,
     }
-    request = infer.read(_json(fields))
-    if request.logprobs is not None:
-        raise invalid("cannot use 'logprobs': frames carry none; ask at another door", "logprobs")
-    return request
+    return infer.read(_json(fields))
+
+
+def scored(text: str, positions: Sequence[TokenLogprobs], vocabulary: Vocabulary, most_bytes: int) -> list[bytes]:
+    """Return text with log probabilities as the data of frames, each of at most so many bytes. Raises ApiError."""
+    found = [
+        [
+            Candidate(token_id, max(logprob, LEAST_LOGPROB), vocabulary.token_bytes(token_id))
+            for token_id, logprob in zip(position.token_ids, position.logprobs, strict=True)
+        ]
+        for position in positions
+    ]
+    try:
+        return encode_scored(text, found, most_bytes)
+    except ValueError as exc:
+        raise invalid(str(exc), "logprobs") from exc
 
 
 def error(error: ApiError, stream: int) -> Error:

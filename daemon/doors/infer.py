@@ -175,6 +175,11 @@ class InferStream:
         return _encode(fields if self._id is None else {"id": self._id, **fields})
 
 
+def told(note: str, retry_after_ms: int) -> bytes:
+    """Return the message that tells a connection, and not one of its streams, what is going on."""
+    return _encode({"note": note, "retry_after_ms": retry_after_ms})
+
+
 class NumberedMessages:
     """What is around the messages of a kept stream, which are made without an id and without their sequence."""
 

@@ -18,7 +18,7 @@ from seedance.engine.request import FinishReason, ModelInfo, TokenLogprobs
 
 DONE: Final = b"data: [DONE]\n\n"
 # What OpenAI's clients expect where the probability is 0; JSON has no minus infinity.
-_LEAST_LOGPROB: Final = -9999.0
+LEAST_LOGPROB: Final = -9999.0
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -185,7 +185,7 @@ def chat_logprobs(positions: Sequence[TokenLogprobs], vocabulary: Vocabulary) ->
         data = vocabulary.token_bytes(token_id)
         return {
             "token": data.decode("utf-8", "replace"),
-            "logprob": max(logprob, _LEAST_LOGPROB),
+            "logprob": max(logprob, LEAST_LOGPROB),
             "bytes": list(data),
         }
 
@@ -207,7 +207,7 @@ def completion_logprobs(
     offset = first_offset
     for position in positions:
         texts = [vocabulary.token_text(token_id) for token_id in position.token_ids]
-        values = [max(value, _LEAST_LOGPROB) for value in position.logprobs]
+        values = [max(value, LEAST_LOGPROB) for value in position.logprobs]
         tokens.append(texts[0])
         logprobs.append(values[0])
         offsets.append(offset)
@@ -215,7 +215,7 @@ def completion_logprobs(
         # The chosen token is always among them; of equal texts the likelier one stays.
         top: dict[str, float] = {}
         for text, value in zip(texts, values, strict=True):
-            top[text] = max(value, top.get(text, _LEAST_LOGPROB))
+            top[text] = max(value, top.get(text, LEAST_LOGPROB))
         tops.append(top)
     return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}
 

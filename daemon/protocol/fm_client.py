@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
-from seedance.daemon.protocol.fm_frame import Encoding
+from seedance.daemon.protocol.fm_frame import OF_SESSIONS, Encoding
+from seedance.daemon.protocol.fm_logprobs import ScoredTokens, decode_scored
 from seedance.daemon.protocol.fm_messages import (
     Accept,
     Cancel,
@@ -32,7 +33,7 @@ from seedance.daemon.protocol.fm_session import (
 from seedance.daemon.protocol.fm_states import FINAL_CODES, State, Trigger
 from seedance.daemon.protocol.fm_timing import NEVER, Heartbeat
 from seedance.daemon.protocol.frame import CloseCode
-from seedance.errors import LocalProtocolError
+from seedance.errors import LocalProtocolError, RemoteProtocolError
 
 _HELLO_AGAIN_S: Final = 1.0
 _WELCOME_WITHIN_S: Final = 15.0
@@ -42,7 +43,9 @@ class ClientSession(Session):
     """A session as a client has it.
 
     The owner connects when the state is RECONNECTING, as `fm_states` says when, and may ask once a `Welcomed` came.
-    Events of a stream are `Accept`, `Tokens`, `Note`, and last `End` or `Error`.
+    Events of a stream are `Accept`, `Tokens`, `Note`, and last `End` or `Error`; `ScoredTokens` in place of `Tokens` if
+    its `sampling` has `logprobs`. A prompt that is too long for a frame goes by `infer` and `part`, as
+    `fm_parts.in_parts` cuts it.
     """
 
     __slots__ = (
@@ -51,6 +54,7 @@ class ClientSession(Session):
         "_hello_at_s",
         "_hello_wait_s",
         "_last_stream",
+        "_scored",
         "_streams",
         "_welcome",
         "client_id",
@@ -69,6 +73,7 @@ class ClientSession(Session):
         self._hello_at_s = NEVER
         self._hello_wait_s = _HELLO_AGAIN_S
         self._streams: set[int] = set()
+        self._scored: set[int] = set()  # those of them that have log probabilities
         self._last_stream = 0
 
     @property
@@ -110,6 +115,8 @@ class ClientSession(Session):
         if pressure is not Backpressure.REFUSED:
             self._last_stream = infer.stream
             self._streams.add(infer.stream)
+            if infer.sampling.get("logprobs") is not None:
+                self._scored.add(infer.stream)
         return pressure
 
     def part(self, part: Part) -> Backpressure:
@@ -134,7 +141,10 @@ class ClientSession(Session):
             return  # it came twice
         before = self._welcome
         continued = before is not None and before.epoch == welcome.epoch
-        if welcome.encoding not in self._encodings or welcome.max_payload_bytes > self.options.payload_bytes:
+        if (
+            welcome.encoding not in OF_SESSIONS.intersection(self._encodings)
+            or welcome.max_payload_bytes > self.options.payload_bytes
+        ):
             self._fail("protocol_error", "cannot take a WELCOME with what was not offered")
             return
         if not continued:
@@ -161,6 +171,7 @@ class ClientSession(Session):
         self._sender = Sender(self.options.bound_bytes, welcome.last_seq + 1)
         self._sender.agree(welcome.max_payload_bytes)
         self._streams.clear()
+        self._scored.clear()
 
     def _deliver(self, message: Message) -> None:
         assert isinstance(message, Accept | Tokens | End | Error | Note)
@@ -169,13 +180,27 @@ class ClientSession(Session):
             self._fail("protocol_error", f"cannot take anything for stream {stream}, which does not run")
             return
         if isinstance(message, Tokens):
-            assert self._welcome is not None
-            if message.encoding != self._welcome.encoding:
-                self._fail("protocol_error", f"cannot take tokens in encoding {message.encoding}")
-                return
-        elif isinstance(message, End | Error):
+            self._tokens_arrived(message)
+            return
+        if isinstance(message, End | Error):
             self._streams.discard(stream)
+            self._scored.discard(stream)
         self._events.append(message)
+
+    def _tokens_arrived(self, tokens: Tokens) -> None:
+        assert self._welcome is not None
+        expected = Encoding.LOGPROBS if tokens.stream in self._scored else self._welcome.encoding
+        if tokens.encoding != expected:
+            self._fail("protocol_error", f"cannot take tokens in encoding {tokens.encoding}")
+        elif expected != Encoding.LOGPROBS:
+            self._events.append(tokens)
+        else:
+            try:
+                scored = decode_scored(tokens.data)
+            except RemoteProtocolError as error:
+                self._fail("protocol_error", str(error))
+            else:
+                self._events.append(ScoredTokens(tokens.stream, scored.text, scored.positions))
 
     def _heartbeat_due(self, heartbeat: Heartbeat, now: float) -> None:
         if self.state is not State.RESTORING:

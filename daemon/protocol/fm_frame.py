@@ -66,10 +66,14 @@ UNNUMBERED: Final = frozenset((Kind.HELLO, Kind.WELCOME, Kind.ACK, Kind.NACK, Ki
 
 
 class Encoding(enum.IntEnum):
-    """What the data of TOKENS is; deltas of either are merged by putting them together."""
+    """What the data of TOKENS is. A session has one of the first two; deltas of either are merged by joining them."""
 
     TEXT = 0  # UTF-8, whole characters
     BYTES = 1  # the tokens' own bytes, which may end inside a character
+    LOGPROBS = 2  # see `fm_logprobs`: of streams that were asked for log probabilities, in whatever session
+
+
+OF_SESSIONS: Final = frozenset((Encoding.TEXT, Encoding.BYTES))
 
 
 def frame(seq: int, payload: bytes) -> bytes:

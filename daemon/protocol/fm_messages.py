@@ -161,10 +161,14 @@ class Error(_Body, frozen=True):
 
 
 class Note(_Body, frozen=True):
-    """What is going on with a stream, or with stream 0: everything."""
+    """What is going on with a stream, or with stream 0: everything.
+
+    `retry_after_ms` comes with `draining`: no sooner is there anybody again who takes a new request.
+    """
 
     stream: AnyStream
     note: Text
+    retry_after_ms: Milliseconds | None = None
 
 
 class Cancel(_Body, frozen=True):

@@ -13,6 +13,8 @@ import msgspec
 
 from seedance.daemon.protocol.fm_frame import (
     DEFAULT_PAYLOAD_BYTES,
+    OF_SESSIONS,
+    TOKENS_PREFIX_BYTES,
     Encoding,
     frame,
     split_message,
@@ -30,6 +32,7 @@ from seedance.daemon.protocol.fm_messages import (
     Message,
     Note,
     Part,
+    Tokens,
     Welcome,
     decode_payload,
     encode_payload,
@@ -219,7 +222,7 @@ class ServerSession(Session):
 
     def _agree(self, hello: Hello) -> bool:
         if self._encoding is None:
-            self._encoding = next((Encoding(each) for each in hello.encodings if each in set(Encoding)), None)
+            self._encoding = next((Encoding(each) for each in hello.encodings if each in OF_SESSIONS), None)
             self._payload_bytes = min(self._payload_bytes, hello.max_payload_bytes)
             self._sender.agree(self._payload_bytes)
         return self._encoding is not None and self._encoding in hello.encodings
@@ -274,6 +277,16 @@ class ServerSession(Session):
         """Send the bytes of one or more tokens in the encoding agreed on."""
         prefix = self._streams.get(stream) or self._prefix(stream)
         return self._sender.send_tokens(stream, prefix, data)
+
+    def send_scored(self, stream: int, data: bytes) -> Backpressure:
+        """Send text with log probabilities: what `fm_logprobs` makes, of `scored_bytes` at most."""
+        self._prefix(stream)
+        return self._send(stream, Tokens(stream, Encoding.LOGPROBS, data))
+
+    @property
+    def scored_bytes(self) -> int:
+        """Return the most that `send_scored` takes at once."""
+        return self._payload_bytes - TOKENS_PREFIX_BYTES
 
     def end_stream(self, end: End) -> Backpressure:
         """Send the last of a stream."""
@@ -396,11 +409,6 @@ class ServerSession(Session):
         return Trigger.LOST  # the session is there for a client that does better
 
     # What a journal keeps, so that another process can go on.
-
-    @property
-    def payload_bytes(self) -> int:
-        """Return the largest payload, as agreed on."""
-        return self._payload_bytes
 
     def save_from_now(self) -> None:
         """Begin to keep what `take_unsaved` returns."""

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from seedance.daemon.protocol.fm_frame import DEFAULT_PAYLOAD_BYTES, HEADER_BYTES, frame, split_message
+from seedance.daemon.protocol.fm_logprobs import ScoredTokens
 from seedance.daemon.protocol.fm_messages import (
     RING_FRAMES,
     Ack,
@@ -79,7 +80,7 @@ class Welcomed(msgspec.Struct, frozen=True):
     frames_resent: int = 0
 
 
-Event = Message | Drained | Failed | PeerGone | Welcomed
+Event = Message | ScoredTokens | Drained | Failed | PeerGone | Welcomed
 
 
 class Statistics(msgspec.Struct, frozen=True):
@@ -200,6 +201,11 @@ class Session:
     def should_close(self) -> bool:
         """Tell whether the connection is to be closed once everything is sent."""
         return self.close_code is not None
+
+    @property
+    def payload_bytes(self) -> int:
+        """Return the largest payload, as agreed on."""
+        return self._payload_bytes
 
     def statistics(self) -> Statistics:
         """Return what the session holds now."""

@@ -56,6 +56,11 @@ def comment_line(text: str) -> bytes:
     return _lines(b": ", text.encode())
 
 
+def retry_line(milliseconds: int) -> bytes:
+    """Return the time after which a reader is to connect again, in a line to be put in front of an event."""
+    return b"retry: %d\n" % milliseconds
+
+
 def _lines(prefix: bytes, data: bytes) -> bytes:
     if b"\n" not in data and b"\r" not in data:
         return prefix + data + b"\n"

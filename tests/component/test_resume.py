@@ -8,8 +8,10 @@ import functools
 import itertools
 import json
 import random
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -135,6 +137,7 @@ def test_events_through_cuts_lose_nothing(daemon: Daemon, generations: int) -> N
         async with in_time(CHAOS_TIMEOUT_S), ChaosProxy(daemon.address, random.Random(5), 0.05, 1.5) as proxy:
             results = await asyncio.gather(*(talk(proxy.address, number) for number in range(clients)))
             assert proxy.cuts > clients * generations // 1000
+            print(f"events: {generations} generations, {sum(results)} tokens, {proxy.cuts} cuts")
             return sum(results)
 
     before = output_tokens(daemon)
@@ -164,6 +167,7 @@ def test_messages_through_cuts_lose_nothing(daemon: Daemon, generations: int) ->
         async with in_time(CHAOS_TIMEOUT_S), ChaosProxy(daemon.address, random.Random(6), 0.05, 1.5) as proxy:
             delivered = await asyncio.gather(*(talk(proxy.address, number) for number in range(clients)))
             assert proxy.cuts > clients * generations // 1000
+            print(f"messages: {generations} generations, {sum(delivered)} tokens, {proxy.cuts} cuts")
             return sum(delivered)
 
     before = output_tokens(daemon)
@@ -540,3 +544,29 @@ def test_prompts_count_once(daemon: Daemon) -> None:
             return events
 
     assert asyncio.run(run()).usage["prompt_tokens"] == len(prompt_ids(PROMPT))
+
+
+def test_a_stop_is_told_beside_the_streams_and_sends_away_who_has_one_left(tmp_path: Path) -> None:
+    async def run(daemon: Daemon) -> None:
+        async with in_time(), json_client(daemon, keeps_trying=False) as messages:
+            client, events = events_client(daemon), Events()
+            await client.ask(events, COMPLETIONS, fields(20_000))
+            await client.read(events, 2)
+            stream = messages.ask(PROMPT, max_tokens=20_000)
+            await stream.wait(lambda stream: stream.seq > 2)
+            daemon.signal(signal.SIGTERM)
+            await messages.told.wait()
+            assert messages.notes == [{"note": "draining", "retry_after_ms": 2000}]
+            with pytest.raises(asyncio.IncompleteReadError):
+                await client.read(events)
+            assert client.notes == [b": draining\nretry: 2000\n"]
+            assert messages.socket is not None
+            await messages.socket.wait_closed()
+            assert messages.socket.close_code == 1001
+            assert stream.last is None
+            assert not events.is_done
+            client.drop()
+
+    with running(tmp_path / "d", "acme", tables=TABLES) as daemon:
+        asyncio.run(run(daemon))
+        assert daemon.wait() == 0

@@ -7,10 +7,11 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.fm_invariants import IS_CLIENT, IS_LOSSY, check_fm_input, pack
+from support.fm_invariants import IS_CLIENT, IS_LOSSY, SCORED, check_fm_input, pack
 from support.fm_link import Faults, Script, Simulation, check_run
 
 from seedance.daemon.protocol.fm_frame import frame
+from seedance.daemon.protocol.fm_logprobs import encode_scored
 from seedance.daemon.protocol.fm_messages import (
     Accept,
     Ack,
@@ -90,6 +91,9 @@ def test_little_memory(scripts: list[Script], faults: Faults, seed: int, bound_b
 SEQS = st.integers(0, 6) | st.sampled_from([128, 129, 2**32 - 1, 2**32])
 STREAMS = st.integers(1, 4)
 RANGES = st.lists(st.tuples(SEQS, SEQS), min_size=1, max_size=3)
+SCORED_DATA = st.builds(
+    lambda text, count: encode_scored(text, [[SCORED]] * count, 4096)[0], st.text(max_size=20), st.integers(0, 3)
+)
 MESSAGES: dict[type[Any], st.SearchStrategy[Message]] = {
     Hello: st.builds(Hello, client_id=st.just("c"), epoch=st.integers(0, 2), last_seq=SEQS, window=st.integers(0, 128)),
     Welcome: st.builds(
@@ -103,10 +107,10 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Message]] = {
         last_seq=SEQS,
         window=st.integers(0, 128),
     ),
-    Infer: st.builds(Infer, stream=STREAMS, model=st.text(max_size=30)),
+    Infer: st.builds(Infer, stream=STREAMS, model=st.text(max_size=30), more=st.booleans()),
     Part: st.builds(Part, stream=STREAMS, modality=st.sampled_from(Modality), data=st.binary(max_size=1500)),
     Accept: st.builds(Accept, stream=STREAMS, id=st.just("i")),
-    Tokens: st.builds(Tokens, STREAMS, st.integers(0, 2), st.binary(max_size=1500)),
+    Tokens: st.builds(Tokens, STREAMS, st.integers(0, 2), st.binary(max_size=1500) | SCORED_DATA),
     End: st.builds(End, stream=STREAMS, finish_reason=st.just("stop")),
     Error: st.builds(
         Error, stream=st.integers(0, 4), code=st.sampled_from(["gone", "overloaded"]), message=st.just("m")

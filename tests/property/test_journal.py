@@ -10,15 +10,16 @@ import os
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from support.fm_worker import FmPeer, FmWorker
-from support.ruled_engine import RuledEngine, expected_text
+from support.fm_worker import TOKENIZER, FmPeer, FmWorker
+from support.ruled_engine import RuledEngine, expected_ids, expected_text
 
 from seedance.daemon import shared_log
 from seedance.daemon.fm_answer import FmAnswer
 from seedance.daemon.plain_streams import FEWEST
-from seedance.daemon.protocol.fm_messages import Accept, Error
+from seedance.daemon.protocol.fm_messages import Accept, Error, Infer, Modality, Part
 
 LENGTH = st.integers(1, 40)
+PARTS = 3
 
 
 class Dying(RuleBasedStateMachine):
@@ -34,11 +35,16 @@ class Dying(RuleBasedStateMachine):
         self.peer = FmPeer(self.worker)
         self.engine = RuledEngine(self.worker)
         self.asked: dict[int, tuple[int, int]] = {}
+        self.unsent: dict[int, list[Part]] = {}
+        self.scored: set[int] = set()
         self.cancelled: set[int] = set()
 
     def teardown(self) -> None:
         try:
             self.come_back()
+            for number in list(self.unsent):
+                for _ in range(PARTS):
+                    self.send_part(number)
             for _ in range(60):
                 self.engine.step()
                 self.peer.pump(0.2)
@@ -54,6 +60,10 @@ class Dying(RuleBasedStateMachine):
                     continue
                 assert self.peer.text(number) == expected_text(seed, length)
                 assert end.usage["completion_tokens"] == length
+                if number in self.scored:
+                    told = [position[0].token_id for position in self.peer.positions(number)]
+                    assert told == expected_ids(seed, length)
+            assert self.engine.prompts <= {tuple(TOKENIZER.encode("Hi"))}
             assert self.worker.service._limiter.statistics().streams == 0
         finally:
             self.worker.close()
@@ -67,13 +77,39 @@ class Dying(RuleBasedStateMachine):
         self.peer.connect()
         self.engine.hear()
 
-    @rule(seed=st.integers(0, 1000), length=LENGTH)
-    def ask(self, seed: int, length: int) -> None:
-        may_ask = len(self.asked) < 6 and len(self.engine.running) < self.at_once
+    @rule(seed=st.integers(0, 1000), length=LENGTH, in_parts=st.booleans(), scored=st.booleans())
+    def ask(self, seed: int, length: int, in_parts: bool, scored: bool) -> None:
+        may_ask = len(self.asked) < 6 and len(self.engine.running) + len(self.unsent) < self.at_once
         if may_ask and self.peer.connection.end_code is None and self.connected:
-            number = self.peer.ask(seed=seed, max_tokens=length)
+            sampling = {"seed": seed, "max_tokens": length} | ({"logprobs": 1} if scored else {})
+            prompt = {"more": True} if in_parts else {"prompt": "Hi"}
+            number = self.peer.client.next_stream
+            self.peer.client.infer(Infer(stream=number, model="", sampling=sampling, **prompt))
+            self.peer.pump()
             self.asked[number] = seed, length
+            if scored:
+                self.scored.add(number)
+            if in_parts:
+                pieces = [b"H", b"", b"i"]
+                self.unsent[number] = [
+                    Part(stream=number, modality=Modality.TEXT, data=piece, more=left > 0)
+                    for left, piece in zip(reversed(range(PARTS)), pieces, strict=True)
+                ]
             self.engine.hear()
+
+    @precondition(lambda self: self.unsent and self.connected)
+    @rule(data=st.data())
+    def go_on_with_a_prompt(self, data: st.DataObject) -> None:
+        self.send_part(data.draw(st.sampled_from(sorted(self.unsent))))
+
+    def send_part(self, number: int) -> None:
+        parts = self.unsent.get(number, [])
+        if parts:
+            self.peer.client.part(parts.pop(0))
+            self.peer.pump()
+            self.engine.hear()
+        if not parts:
+            self.unsent.pop(number, None)
 
     @rule(data=st.data())
     def generate(self, data: st.DataObject) -> None:

@@ -78,6 +78,7 @@ class EventClient:
         self, address: str, key: str, choose: random.Random | None = None, receive_buffer_bytes: int = 0
     ) -> None:
         self.connections = 0
+        self.notes: list[bytes] = []
         self._address = address
         self._key = key
         self._choose = choose or random.Random()
@@ -126,6 +127,9 @@ class EventClient:
             if not size:
                 return
             if data == b": ping\n":
+                continue
+            if not data.endswith(b"\n\n"):  # beside the stream, as it does not end an event
+                self.notes.append(data)
                 continue
             *blocks, rest = data.split(b"\n\n")
             assert rest == b""

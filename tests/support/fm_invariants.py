@@ -13,6 +13,7 @@ from support.fm_vectors import read
 
 from seedance.daemon.protocol.fm_client import ClientSession
 from seedance.daemon.protocol.fm_frame import HEADER_BYTES
+from seedance.daemon.protocol.fm_logprobs import Candidate, ScoredTokens, encode_scored
 from seedance.daemon.protocol.fm_messages import (
     RING_FRAMES,
     Cancel,
@@ -34,6 +35,8 @@ from seedance.daemon.protocol.frame import CloseCode
 IS_CLIENT: Final = 1
 IS_LOSSY: Final = 2
 
+SCORED: Final = Candidate(1, -0.5, b"x")
+
 _BOUNDS: Final = {"bound_bytes": 8192, "ring_bytes": 4096, "payload_bytes": 8192}
 _LENGTH_BYTES: Final = 2
 # All that is sent beyond the bound: an item of up to a frame, and the answers to the streams of one message.
@@ -42,7 +45,7 @@ _ENDS: Final = (Failed, PeerGone, Error)
 _CLOSE_CODES: Final = frozenset(
     (CloseCode.NORMAL, CloseCode.PROTOCOL_ERROR, CloseCode.MESSAGE_TOO_BIG, CloseCode.POLICY_VIOLATION)
 )
-_EVENTS: Final = (*get_args(Message), Drained, Failed, PeerGone, Welcomed)
+_EVENTS: Final = (*get_args(Message), ScoredTokens, Drained, Failed, PeerGone, Welcomed)
 _BREAKS: Final = frozenset(("protocol_error", "flow_control", "gone", "invalid_request"))
 
 
@@ -170,8 +173,11 @@ def _oldest(sent: Sequence[Message]) -> int | None:
 
 def _serve(session: ServerSession, event: object) -> None:
     match event:
-        case Infer(stream=stream, model=model):
+        case Infer(stream=stream, model=model, more=more):
             session.accept(stream, "id")
+            if more:
+                session.send_scored(stream, *encode_scored(model, [[SCORED]], session.scored_bytes))
+                return
             for _ in range(len(model)):
                 if session.send_tokens(stream, model.encode()) is Backpressure.REFUSED:
                     break
@@ -186,5 +192,7 @@ def _serve(session: ServerSession, event: object) -> None:
 def _ask(session: ClientSession) -> None:
     for _ in range(3):
         stream = session.next_stream
-        if session.infer(Infer(stream=stream, model="m", prompt="p", more=True)) is not Backpressure.REFUSED:
+        sampling = {"logprobs": 0} if stream % 2 else {}
+        infer = Infer(stream=stream, model="m", prompt="p", more=True, sampling=sampling)
+        if session.infer(infer) is not Backpressure.REFUSED:
             session.part(Part(stream=stream, modality=Modality.TEXT, data=b"part"))

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,10 @@ from websockets.protocol import State as WebSocketState
 
 from seedance.daemon.protocol.fm_client import ClientSession
 from seedance.daemon.protocol.fm_frame import SUBPROTOCOL
-from seedance.daemon.protocol.fm_messages import Accept, Cancel, End, Error, Infer, Note, Tokens
+from seedance.daemon.protocol.fm_logprobs import Candidate, ScoredTokens
+from seedance.daemon.protocol.fm_messages import Accept, Cancel, End, Error, Infer, Note, Part, Tokens
+from seedance.daemon.protocol.fm_parts import in_parts
+from seedance.daemon.protocol.fm_sender import Backpressure
 from seedance.daemon.protocol.fm_session import Event, Options, Welcomed
 from seedance.daemon.protocol.fm_states import State, reconnect_delay_s
 from seedance.daemon.protocol.fm_timing import NEVER
@@ -35,12 +39,13 @@ class SessionLost(Exception):
 
 
 class FmStream:
-    """One stream as it comes: `data` so far, and its `last` frame once `ended` is set."""
+    """One stream as it comes: `data` so far, log probabilities if asked for, and its `last` frame once it has ended."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.id = ""
         self.data = bytearray()
+        self.positions: list[list[Candidate]] = []
         self.notes: list[str] = []
         self.last: End | Error | None = None
         self.changed = asyncio.Event()
@@ -85,6 +90,7 @@ class FmClient:
         self.session = ClientSession(client_id, options=options)
         self.streams: dict[int, FmStream] = {}
         self.notes: list[str] = []
+        self.last_note: Note | None = None
         self.welcomes: list[Welcomed] = []
         self.connections = 0
         self.lost: SessionLost | None = None
@@ -108,6 +114,7 @@ class FmClient:
         self._changed = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
+        self._parts: deque[Part] = deque()
 
     async def __aenter__(self) -> FmClient:
         self.task = asyncio.create_task(self._run())
@@ -157,9 +164,17 @@ class FmClient:
             known["token_ids"] = prompt
         else:
             known["messages"] = prompt
-        self.session.infer(Infer(stream=number, sampling=fields, **known))
+        infer, parts = in_parts(Infer(stream=number, sampling=fields, **known), self.session.payload_bytes)
+        self.session.infer(infer)
+        for part in parts:
+            self.part(part)
         self._wake.set()
         return stream
+
+    def part(self, part: Part) -> None:
+        """Send more of a prompt that was begun with `more`, as soon as there is room for it."""
+        self._parts.append(part)
+        self._wake.set()
 
     def cancel(self, stream: int = 0, id: str = "") -> None:
         """End a stream: one of this session, or with an id any of the tenant."""
@@ -200,6 +215,8 @@ class FmClient:
                 now = time.monotonic()
                 self.session.timer_fired(now)
                 self._act()
+                while self._parts and self.session.part(self._parts[0]) is not Backpressure.REFUSED:
+                    self._parts.popleft()
                 for message in self.session.data_to_send(now):
                     await socket.send(message)
                 if self.session.should_close:
@@ -243,16 +260,21 @@ class FmClient:
             self.lost = SessionLost(event)
         elif isinstance(event, Note) and not event.stream:
             self.notes.append(event.note)
-        elif isinstance(event, Accept | Tokens | Note | End | Error):
+            self.last_note = event
+        elif isinstance(event, Accept | Tokens | ScoredTokens | Note | End | Error):
             _take(self.streams[event.stream], event)
 
 
-def _take(stream: FmStream, event: Accept | Tokens | Note | End | Error) -> None:
+def _take(stream: FmStream, event: Accept | Tokens | ScoredTokens | Note | End | Error) -> None:
     if isinstance(event, Accept):
         stream.id = event.id
     elif isinstance(event, Tokens):
         assert stream.last is None
         stream.data += event.data
+    elif isinstance(event, ScoredTokens):
+        assert stream.last is None
+        stream.data += event.text.encode()
+        stream.positions += event.positions
     elif isinstance(event, Note):
         stream.notes.append(event.note)
     else:

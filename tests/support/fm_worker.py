@@ -16,6 +16,7 @@ from seedance.daemon.fm_streams import FmSession
 from seedance.daemon.journal import Journal
 from seedance.daemon.plain_streams import FEWEST
 from seedance.daemon.protocol.fm_client import ClientSession
+from seedance.daemon.protocol.fm_logprobs import Candidate, ScoredTokens
 from seedance.daemon.protocol.fm_messages import Accept, End, Error, Hello, Infer, Message, Note, Tokens
 from seedance.daemon.protocol.fm_server import HelloReceived, ServerOpening
 from seedance.daemon.protocol.fm_session import Options
@@ -155,6 +156,10 @@ class FmWorker:
             batches = [Batch([Delta(number, token_ids, finish_reason=reason) for number in numbers], pack_singles([]))]
         self.service.engine.data_received(b"".join(map(encode, batches)))
 
+    def bring(self, *deltas: Delta) -> None:
+        """Be the engine: bring what these say in one step."""
+        self.service.engine.data_received(encode(Batch(list(deltas), pack_singles([]))))
+
     def close(self) -> None:
         self.sessions.close()
         self.loop.close()
@@ -170,7 +175,7 @@ class FmPeer:
         self.session: FmSession | None = None
         self.refusal: Error | None = None
         self.sizes: list[int] = []
-        self.said: list[Message] = []
+        self.said: list[Message | ScoredTokens] = []
         self.reads = True
 
     def connect(self) -> None:
@@ -231,11 +236,21 @@ class FmPeer:
 
     def take(self) -> None:
         """Keep what the client was told."""
-        self.said += [event for event in self.client.events_received() if isinstance(event, Message)]
+        self.said += [event for event in self.client.events_received() if isinstance(event, Message | ScoredTokens)]
 
     def text(self, stream: int) -> str:
         """Return the text of a stream so far."""
-        return b"".join(said.data for said in self.said if isinstance(said, Tokens) and said.stream == stream).decode()
+        pieces = [
+            said.data if isinstance(said, Tokens) else said.text.encode()
+            for said in self.said
+            if isinstance(said, Tokens | ScoredTokens) and said.stream == stream
+        ]
+        return b"".join(pieces).decode()
+
+    def positions(self, stream: int) -> list[list[Candidate]]:
+        """Return the log probabilities of a stream so far."""
+        scored = [said for said in self.said if isinstance(said, ScoredTokens) and said.stream == stream]
+        return [position for said in scored for position in said.positions]
 
     def id(self, stream: int) -> str:
         """Return the name of a stream."""

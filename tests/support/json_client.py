@@ -70,7 +70,7 @@ class JsonClient:
     """A client with several streams at once on one connection; an asynchronous context manager.
 
     `task` connects and reads; it ends early only with what should not be.
-    `keeps_trying` off leaves it to `reconnect` when there is to be another connection.
+    `keeps_trying` off leaves it to `reconnect` when there is to be another connection. `notes` are about no stream.
     """
 
     def __init__(
@@ -84,6 +84,8 @@ class JsonClient:
     ) -> None:
         self.connections = 0
         self.streams: list[JsonStream] = []
+        self.notes: list[dict[str, Any]] = []
+        self.told = asyncio.Event()
         self.socket: ClientConnection | None = None
         self._uri = f"ws://{address}/v2/infer"
         self._headers = {"Authorization": f"Bearer {key}"}
@@ -168,6 +170,10 @@ class JsonClient:
         try:
             async for data in socket:
                 message = json.loads(data)
+                if "id" not in message:
+                    self.notes.append(message)
+                    self.told.set()
+                    continue
                 self.streams[int(message["id"][1:])].take(message)
         finally:
             sender.cancel()

@@ -128,6 +128,9 @@ class KeptClient:
     def all_taken(self) -> None:
         self.stream = None
 
+    def tell(self, note: str, retry_after_ms: int) -> None:
+        raise AssertionError("nobody stops the service here")
+
     def taken_over(self) -> None:
         raise AssertionError("there is no other reader")
 

@@ -34,6 +34,9 @@ class FakeReader:
         self.room_bytes -= sum(map(len, records))
         return 0 if self.room_bytes >= 0 else 1
 
+    def tell(self, note: str, retry_after_ms: int) -> None:
+        self.said.append(f"{note} {retry_after_ms}")
+
     def all_taken(self) -> None:
         self.said.append("all_taken")
 

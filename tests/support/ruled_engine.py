@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from support.fm_worker import TOKENIZER, FmWorker
 
 from seedance.engine.channel import Abort, Batch, Delta, SetPaused, Submit, encode, pack_singles
-from seedance.engine.request import FinishReason
+from seedance.engine.request import FinishReason, TokenLogprobs
 
 WORDS = ["one", " two", " three", "é", "…", "🦆", " and so on", "\n"]
 
@@ -30,6 +30,8 @@ class RuledEngine:
     def __init__(self, worker: FmWorker) -> None:
         self.running: dict[int, list[int]] = {}
         self.paused: set[int] = set()
+        self.prompts: set[tuple[int, ...]] = set()
+        self._scored: set[int] = set()
         self._worker = worker
 
     def follow(self, worker: FmWorker) -> None:
@@ -56,6 +58,9 @@ class RuledEngine:
                 ids = expected_ids(told.sampling.seed, told.sampling.max_tokens)
                 assert list(told.emitted_token_ids) == ids[: len(told.emitted_token_ids)]
                 self.running[told.stream] = ids[len(told.emitted_token_ids) :]
+                self.prompts.add(tuple(told.prompt_token_ids))
+                is_scored = told.sampling.logprobs is not None
+                (self._scored.add if is_scored else self._scored.discard)(told.stream)
             elif isinstance(told, Abort):
                 for number in told.streams:
                     self.running.pop(number, None)
@@ -73,10 +78,18 @@ class RuledEngine:
             count = 1 if data is None else data.draw(st.integers(0, 3))
             taken, ids[:] = ids[:count], ids[count:]
             if not ids:
-                deltas.append(Delta(number, taken, FinishReason.LENGTH))
+                deltas.append(self._delta(number, taken, FinishReason.LENGTH))
                 del self.running[number]
+            elif taken and number in self._scored:
+                deltas.append(self._delta(number, taken))
             elif count == 1:
                 singles += (number, taken[0])
             elif taken:
                 deltas.append(Delta(number, taken))
         self._worker.service.engine.data_received(encode(Batch(deltas, pack_singles(singles))))
+
+    def _delta(self, number: int, token_ids: list[int], reason: FinishReason | None = None) -> Delta:
+        delta = Delta(number, token_ids, reason)
+        if number in self._scored:
+            delta.logprobs = [TokenLogprobs([token_id, 0], [-0.5, -1.0], 1) for token_id in token_ids]
+        return delta

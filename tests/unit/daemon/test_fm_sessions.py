@@ -119,7 +119,7 @@ def test_names_are_not_told_by_one_another(worker: FmWorker) -> None:
 def test_all_clients_get_a_note(worker: FmWorker) -> None:
     here, away = connected(worker), connected(worker, "away")
     away.drop()
-    worker.sessions.tell_all("draining")
+    worker.sessions.tell_all("draining", 2000)
     here.pump()
     away.connect()
     assert here.notes() == away.notes() == ["draining"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.fm_worker import FmPeer, FmWorker
+from support.fm_worker import TOKENIZER, FmPeer, FmWorker
 
+from seedance.daemon.protocol.fm_logprobs import Candidate
 from seedance.daemon.protocol.fm_messages import Accept, Cancel, End, Error, Infer, Modality, Part
 from seedance.daemon.protocol.frame import CloseCode
-from seedance.engine.channel import Abort, SetPaused, Submit
-from seedance.engine.request import FinishReason
+from seedance.engine.channel import Abort, Delta, SetPaused, Submit
+from seedance.engine.request import FinishReason, TokenLogprobs
 
 
 @pytest.fixture
@@ -142,7 +143,114 @@ def test_a_cancelled_stream_ends_with_what_there_was(worker: FmWorker, peer: FmP
     assert (end.finish_reason, peer.text(stream)) == ("abort", "one")
 
 
-def test_a_part_ends_its_stream_with_an_error(worker: FmWorker, peer: FmPeer) -> None:
+def in_parts(peer: FmPeer, **fields: object) -> int:
+    number = peer.client.next_stream
+    peer.client.infer(Infer(stream=number, model="", more=True, sampling=dict(fields)))
+    peer.pump()
+    return number
+
+
+def part(peer: FmPeer, stream: int, data: bytes, *, more: bool, modality: Modality = Modality.TEXT) -> None:
+    peer.client.part(Part(stream=stream, modality=modality, data=data, more=more))
+    peer.pump()
+
+
+def places(worker: FmWorker) -> int:
+    return worker.service._limiter.statistics().streams
+
+
+def test_a_prompt_in_parts_is_accepted_at_once_and_served_when_it_is_whole(worker: FmWorker, peer: FmPeer) -> None:
+    stream = in_parts(peer, max_tokens=7)
+    assert (peer.id(stream), worker.heard(), places(worker)) == (peer.id(stream), [], 1)
+    part(peer, stream, "Grüß".encode()[:3], more=True)
+    assert worker.heard() == []
+    part(peer, stream, "Grüß".encode()[3:], more=False)
+    (submit,) = worker.heard()
+    assert isinstance(submit, Submit)
+    assert list(submit.prompt_token_ids) == TOKENIZER.encode("Grüß")
+    assert submit.sampling.max_tokens == 7
+    worker.step("one", submit.stream, reason=FinishReason.LENGTH)
+    peer.pump()
+    assert peer.text(stream) == "one"
+    assert isinstance(peer.last(stream), End)
+    assert places(worker) == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "modality"),
+    [(b"\xff", Modality.TEXT), (b"\0", Modality.TOKENS), (b"\0", Modality.AUDIO), (b"", Modality.TEXT)],
+)
+def test_parts_that_make_no_prompt_end_their_stream(
+    worker: FmWorker, peer: FmPeer, data: bytes, modality: Modality
+) -> None:
+    stream = in_parts(peer)
+    part(peer, stream, data, more=False, modality=modality)
+    last = peer.last(stream)
+    assert isinstance(last, Error)
+    assert last.code == "invalid_request"
+    assert last.message.startswith("cannot ")
+    assert (worker.heard(), places(worker)) == ([], 0)
+
+
+def test_a_prompt_that_is_not_whole_can_be_cancelled_and_left(worker: FmWorker, peer: FmPeer) -> None:
+    first, second = in_parts(peer), in_parts(peer)
+    part(peer, second, b"Hi", more=True)
+    peer.client.cancel(Cancel(stream=first))
+    peer.pump()
+    last = peer.last(first)
+    assert isinstance(last, End)
+    assert (last.finish_reason, places(worker)) == ("abort", 1)
+    assert peer.session is not None
+    peer.pump(0.2)
+    held_bytes = peer.session.held_bytes
+    part(peer, second, b"x" * 1000, more=True)
+    peer.pump(0.2)
+    assert peer.session.held_bytes == held_bytes + 1000
+    peer.drop()
+    worker.wait(11.0)
+    assert (len(worker.sessions), places(worker), worker.heard()) == (0, 0, [])
+
+
+def test_log_probabilities_come_with_their_text(worker: FmWorker, peer: FmPeer) -> None:
+    plain, scored = peer.ask(), peer.ask(logprobs=1)
+    numbers = [submit.stream for submit in worker.heard() if isinstance(submit, Submit)]
+    ids = TOKENIZER.encode("ab")
+    logprobs = [TokenLogprobs([token_id, 300], [-0.5, -2.0], 1) for token_id in ids]
+    worker.step("ab", numbers[0])
+    worker.bring(Delta(numbers[1], ids[:1], logprobs=logprobs[:1]))
+    peer.pump()
+    worker.bring(Delta(numbers[1], ids[1:], FinishReason.LENGTH, logprobs=logprobs[1:]))
+    peer.pump()
+    assert (peer.text(plain), peer.text(scored), peer.positions(plain)) == ("ab", "ab", [])
+    other = TOKENIZER.vocabulary.token_bytes(300)
+    assert peer.positions(scored) == [
+        [Candidate(ids[0], -0.5, b"a"), Candidate(300, -2.0, other)],
+        [Candidate(ids[1], -0.5, b"b"), Candidate(300, -2.0, other)],
+    ]
+    end = peer.last(scored)
+    assert isinstance(end, End)
+    assert end.slo["first_token_ms"] == 0.0
+
+
+def test_log_probabilities_wait_for_who_is_behind_as_text_does(worker: FmWorker, peer: FmPeer) -> None:
+    stream = peer.ask(logprobs=5)
+    (submit,) = worker.heard()
+    assert isinstance(submit, Submit)
+    peer.reads = False
+    (token_id,) = TOKENIZER.encode("a")
+    logprobs, count = TokenLogprobs([token_id] * 6, [-1.0] * 6, 1), 0
+    while not (told := worker.heard()):
+        worker.bring(Delta(submit.stream, [token_id], logprobs=[logprobs]))
+        worker.wait()
+        count += 1
+    assert told == [SetPaused([submit.stream], True)]
+    peer.reads = True
+    for _ in range(5):
+        peer.pump(0.2)
+    assert (peer.text(stream), len(peer.positions(stream))) == ("a" * count, count)
+
+
+def test_a_part_for_a_prompt_that_is_whole_ends_its_stream(worker: FmWorker, peer: FmPeer) -> None:
     stream = peer.ask()
     peer.client.part(Part(stream=stream, modality=Modality.TEXT, data=b"more"))
     peer.pump()

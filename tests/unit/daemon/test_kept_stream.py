@@ -41,6 +41,21 @@ def test_who_comes_back_gets_what_it_has_not_had_then_what_comes() -> None:
     assert (second.said, second.pieces) == (["begin"], [2, 1])
 
 
+def test_a_reader_is_told_beside_the_stream_and_nobody_else_is() -> None:
+    streams, early, first, second = FakeStreams(), FakeReader(), FakeReader(), FakeReader()
+    stream = streams.stream()
+    stream.tell("draining", 1)
+    stream.connect(early, 0)
+    stream.tell("draining", 2)  # to nobody: its answer has no beginning yet
+    stream.begin()
+    stream.connect(first, 0)
+    stream.tell("draining", 3)
+    stream.append(b"a")
+    stream.connect(second, 0)
+    assert (early.said, first.said) == (["begin", "taken_over"], ["begin", "draining 3", "taken_over"])
+    assert (second.said, second.taken) == (["begin"], [(1, b"a")])
+
+
 def test_a_stream_that_ended_meanwhile_ends_for_whoever_comes() -> None:
     streams = FakeStreams()
     stream = streams.stream()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import math
 from typing import Any
 
 import pytest
 
+from seedance.daemon import tokenizer
 from seedance.daemon.doors import fm
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.doors.openai_response import Usage
+from seedance.daemon.protocol.fm_logprobs import Candidate, ScoredText, decode_scored
 from seedance.daemon.protocol.fm_messages import Error, Infer, decode_payload, encode_payload
 from seedance.daemon.session_log import Absent
-from seedance.engine.request import FinishReason
+from seedance.engine.request import FinishReason, TokenLogprobs
 
 
 def infer(**fields: Any) -> Infer:
@@ -39,6 +42,28 @@ def test_a_prompt_may_be_token_ids_or_messages_and_the_model_left_out() -> None:
     ]
 
 
+def test_of_a_prompt_in_parts_all_else_is_there_at_once() -> None:
+    for fields in ({}, {"prompt": "Hi"}, {"token_ids": [1]}, {"messages": [{"role": "user", "content": ""}]}):
+        assert fm.parse(infer(more=True, sampling={"max_tokens": 3, "logprobs": 2}, **fields)).max_tokens == 3
+    with pytest.raises(ApiError):
+        fm.parse(infer(more=True, sampling={"temperature": "hot"}))
+
+
+def test_log_probabilities_name_the_tokens_and_are_numbers_that_json_has() -> None:
+    vocabulary = tokenizer.synthetic().vocabulary
+    a, b = tokenizer.synthetic().encode("ab")
+    positions = [TokenLogprobs([a, b], [-0.5, -math.inf], 1), TokenLogprobs([b, a], [-1.0, -2.0], 1)]
+    (data,) = fm.scored("ab", positions, vocabulary, 1000)
+    expected = [
+        [Candidate(a, -0.5, b"a"), Candidate(b, -9999.0, b"b")],
+        [Candidate(b, -1.0, b"b"), Candidate(a, -2.0, b"a")],
+    ]
+    assert decode_scored(data) == ScoredText("ab", expected)
+    assert len(fm.scored("ab", positions, vocabulary, 40)) == 3
+    with pytest.raises(ApiError, match="^cannot "):
+        fm.scored("ab", positions, vocabulary, 20)
+
+
 def test_a_schema_stays_as_it_is() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
@@ -51,12 +76,12 @@ def test_a_schema_stays_as_it_is() -> None:
         {},
         {"prompt": "Hi", "token_ids": [1]},
         {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]},
-        {"prompt": "Hi", "more": True},
+        {"prompt": "Hi", "token_ids": [1], "more": True},
         {"prompt": "Hi", "deadline_ms": 0},
         {"token_ids": []},
         {"token_ids": [2**31]},
         {"messages": [{"role": "nobody"}]},
-        {"prompt": "Hi", "sampling": {"logprobs": 1}},
+        {"prompt": "Hi", "sampling": {"logprobs": 21}},
         {"prompt": "Hi", "sampling": {"n": 2}},
         {"prompt": "Hi", "sampling": {"temperature": "hot"}},
         {"prompt": "Hi", "sampling": {"temperature": datetime.datetime.now(tz=datetime.UTC)}},

@@ -8,6 +8,7 @@ from support.fm_pair import Pair, feed, messages
 
 from seedance.daemon.protocol.fm_client import ClientSession
 from seedance.daemon.protocol.fm_frame import Encoding
+from seedance.daemon.protocol.fm_logprobs import Candidate, ScoredTokens, encode_scored
 from seedance.daemon.protocol.fm_messages import (
     Accept,
     Cancel,
@@ -97,10 +98,35 @@ def test_another_epoch_begins_anew() -> None:
     assert client.events_received() == [Accept(stream=2, id="j")]
 
 
+def test_text_with_log_probabilities_is_an_event_of_its_own() -> None:
+    client = welcomed()
+    client.infer(Infer(stream=1, model="m", sampling={"logprobs": 1}))
+    client.infer(Infer(stream=2, model="m", sampling={"logprobs": None}))
+    client.events_received()
+    position = [Candidate(7, -0.5, b"a"), Candidate(8, -1.5, b"b")]
+    (data,) = encode_scored("a", [position], 1000)
+    feed(client, 1.0, (1, Tokens(1, Encoding.LOGPROBS, data)), (2, Tokens(2, Encoding.TEXT, b"b")))
+    assert client.events_received() == [ScoredTokens(1, "a", [position]), Tokens(2, Encoding.TEXT, b"b")]
+
+
+@pytest.mark.parametrize(
+    "tokens", [Tokens(1, Encoding.LOGPROBS, b"\x92"), Tokens(1, Encoding.LOGPROBS, b""), Tokens(1, Encoding.TEXT, b"a")]
+)
+def test_what_are_no_log_probabilities_ends_the_connection(tokens: Tokens) -> None:
+    client = welcomed()
+    client.infer(Infer(stream=1, model="m", sampling={"logprobs": 0}))
+    client.events_received()
+    feed(client, 1.0, (1, tokens))
+    (event,) = client.events_received()
+    assert isinstance(event, Failed)
+    assert event.code == "protocol_error"
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"encoding": 9},
+        {"encoding": Encoding.LOGPROBS},
         {"max_payload_bytes": 1 << 21},
         {"last_seq": 3},  # of the same epoch, though it was not sent
         {"next_seq": 1},  # though 2 was sent

@@ -101,7 +101,7 @@ def test_a_new_session() -> None:
 
 
 def test_the_first_encoding_that_is_known_is_taken() -> None:
-    session = connected(Hello(client_id="c", encodings=(9, 1, 0)))
+    session = connected(Hello(client_id="c", encodings=(9, 2, 1, 0)))  # 2 is of streams, and no session's
     assert welcome(session).encoding == Encoding.BYTES
 
 

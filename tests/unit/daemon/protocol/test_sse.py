@@ -70,3 +70,9 @@ def test_a_ping_is_no_event_and_splits_as_events_do() -> None:
     stream = sse.event(b"a") + sse.PING + sse.event(b"b")
     assert read(stream) == [("", "a"), ("", "b")]
     assert [part for part in stream.split(b"\n\n") if part] == [b"data: a", b"data: b"]
+
+
+def test_a_time_to_connect_again_is_no_event() -> None:
+    line = sse.retry_line(2000)
+    assert line == b"retry: 2000\n"
+    assert read(sse.comment_line("draining") + line + sse.event(b"x", "1")) == [("1", "x")]
