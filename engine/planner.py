@@ -114,7 +114,8 @@ class _Round:
         self._load, self._light_load = StepLoad(), StepLoad()
         self._budget = self._settings.step_tokens - len(roster.decoders)
         self._light_usage = planner._usage.usage(self._settings.light_fraction) / max(roster.active_weight, 1e-9)
-        self._light = self._light_of(reading | roster.counters.waiting)
+        self._known = reading | roster.counters.waiting
+        self._light = self._light_of(self._known)
         self._wide_s = math.inf
         self._take = -1
         self._blocks = -1
@@ -126,8 +127,7 @@ class _Round:
         decoding = self._roster.decoding
         self._load = StepLoad(decoding.size, 0, decoding.size, decoding.context_tokens)
         if self._is_shared:
-            known = self._reading | self._roster.counters.waiting
-            self._light |= self._light_of(tenant for tenant in decoding.tenants if tenant not in known)
+            self._light |= self._light_of(decoding.tenants.keys() - self._known.keys())
             size = sum(tenant.decodes.size for tenant in self._light)
             self._light_load = StepLoad(size, 0, size, sum(map(decoding.context_of, self._light)))
             self._wide_s = max(self._settings.step_target_s, 2 * self._cost.predict_s(self._load))
