@@ -135,9 +135,15 @@ class ZygoteProcess:
         theirs, pidfd = found
         loop = asyncio.get_running_loop()
         left = None
-        with contextlib.suppress(TimeoutError, OSError, msgspec.DecodeError):
+        try:
             async with asyncio.timeout(_ANSWER_S):
                 left = msgspec.json.decode(await loop.sock_recv(theirs, control.MAX_CONTROL_BYTES), type=control.Left)
+        except (TimeoutError, OSError, msgspec.DecodeError):
+            logger.warning("a fork server of an earlier host does not answer")
+        except asyncio.CancelledError:
+            theirs.close()
+            os.close(pidfd)
+            raise
         if left is not None and left.identity == identity:
             return cls(theirs, pidfd, received, gone), left
         theirs.close()
