@@ -40,7 +40,8 @@ def put_together(infer: Infer, parts: list[Part], bound_bytes: int = BOUND_BYTES
 def test_what_was_cut_is_put_together_again(prompt: dict[str, Any], payload_bytes: int) -> None:
     infer = Infer(stream=3, model="m", sampling={"max_tokens": 5}, deadline_ms=9, **prompt)
     head, parts = in_parts(infer, payload_bytes)
-    assert all(len(encode_payload(message)) <= payload_bytes for message in [head, *parts])
+    asked: list[Infer | Part] = [head, *parts]
+    assert all(len(encode_payload(message)) <= payload_bytes for message in asked)
     if parts:
         assert head.more
         assert put_together(head, parts) == infer
