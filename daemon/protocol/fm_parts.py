@@ -6,8 +6,7 @@ the prompt that the INFER has, text also with the content of its last message; o
 
 from __future__ import annotations
 
-import array
-import sys
+import struct
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -119,18 +118,12 @@ def _taken_out(infer: Infer) -> tuple[Infer, Modality, bytes]:
 
 def pack_tokens(token_ids: list[int]) -> bytes:
     """Return token ids as a part holds them."""
-    return _big_endian(array.array("I", token_ids)).tobytes()
+    return struct.pack(f">{len(token_ids)}I", *token_ids)
 
 
 def unpack_tokens(data: bytes) -> list[int]:
     """Return the token ids of parts."""
-    return _big_endian(array.array("I", data)).tolist()
-
-
-def _big_endian(numbers: array.array[int]) -> array.array[int]:
-    if sys.byteorder == "little":
-        numbers.byteswap()
-    return numbers
+    return list(struct.unpack(f">{len(data) // TOKEN_BYTES}I", data))
 
 
 def _pieces(data: bytes, size: int) -> Iterator[bytes]:
