@@ -202,7 +202,7 @@ SECTIONS: Final = (
         "Options of io_uring",
         "A server in C with one option more or less, over the same server with a ring as our worker's. Loads, with"
         " bytes: a message to each of many connections (fan), question and answer (echo), data to be received (take).",
-        "processor time",
+        "by the default's",
         (Row("processor time", "cpu_ratio"), Row("p99 of an answer", "p99_ratio")),
     ),
     Section(

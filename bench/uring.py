@@ -206,21 +206,21 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the result, as `README.md` explains it."""
     result: dict[str, Any] = {}
     for record in records:
-        at = [record["link"], record["load"]]
+        at = f"{record['link']}, {record['load']}"
         base: list[Run] = record["runs"][DEFAULT]
         for key in ("operations_per_s", "cpu_us_per_operation", "p99_us"):
             figure = rounded(spread([getattr(one, key) for one in base]).median)
-            result.setdefault(key, {}).setdefault(at[0], {})[at[1]] = figure
+            result.setdefault(key, {})[at] = figure
         for option, runs in record["runs"].items():
             if option == DEFAULT:
                 continue
             if isinstance(runs[0], Refused):
                 result.setdefault("refused", {})[option] = runs[0].why
                 continue
-            add_ratio(result, "cpu_ratio", [*at, option], ratios(runs, base, "cpu_us_per_operation"))
-            add_ratio(result, "rate_ratio", [*at, option], ratios(runs, base, "operations_per_s"))
+            add_ratio(result, "cpu_ratio", [at, option], ratios(runs, base, "cpu_us_per_operation"))
+            add_ratio(result, "rate_ratio", [at, option], ratios(runs, base, "operations_per_s"))
             if base[0].p99_us:
-                add_ratio(result, "p99_ratio", [*at, option], ratios(runs, base, "p99_us"))
+                add_ratio(result, "p99_ratio", [at, option], ratios(runs, base, "p99_us"))
     result["qdisc"] = {record["link"]: record["qdisc"] for record in records if record["qdisc"]}
     result["machine"] = machine()
     result["versions"] = versions(())

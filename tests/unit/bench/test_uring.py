@@ -36,10 +36,10 @@ def test_ratios_are_formed_within_rounds() -> None:
         "napi": [Refused("Invalid argument")] * 3,
     }
     result = summary([{"link": "veth", "qdisc": "tbf", "load": "fan 64", "runs": runs}])
-    assert result["cpu_us_per_operation"] == {"veth": {"fan 64": 3.0}}
-    assert result["cpu_ratio"] == {"veth": {"fan 64": {"zc": 2.0}}}
-    assert result["rate_ratio"] == {"veth": {"fan 64": {"zc": 0.5}}}
-    assert result["p99_ratio"] == {"veth": {"fan 64": {"zc": 0.5}}}
+    assert result["cpu_us_per_operation"] == {"veth, fan 64": 3.0}
+    assert result["cpu_ratio"] == {"veth, fan 64": {"zc": 2.0}}
+    assert result["rate_ratio"] == {"veth, fan 64": {"zc": 0.5}}
+    assert result["p99_ratio"] == {"veth, fan 64": {"zc": 0.5}}
     assert result["refused"] == {"napi": "Invalid argument"}
     assert result["qdisc"] == {"veth": "tbf"}
 

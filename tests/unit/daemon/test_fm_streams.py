@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from support.fm_worker import TOKENIZER, FmPeer, FmWorker
 
+from seedance.daemon.protocol.fm_frame import HEADER_BYTES, Kind
 from seedance.daemon.protocol.fm_logprobs import Candidate
 from seedance.daemon.protocol.fm_messages import Accept, Cancel, End, Error, Infer, Modality, Part
 from seedance.daemon.protocol.frame import CloseCode
@@ -290,3 +291,22 @@ def test_a_newer_connection_ends_the_older_one(peer: FmPeer) -> None:
     peer.session.disconnected(older)  # told late
     stream = peer.ask()
     assert peer.id(stream)
+
+
+def test_no_pings_while_tokens_and_acks_come_and_go() -> None:
+    worker = FmWorker(bound_bytes=1 << 20, fewest_in_columns=1)
+    peer = FmPeer(worker)
+    peer.connect()
+    peer.ask()
+    pings = []
+    for second in range(100):
+        if second < 60:
+            worker.step("1 ", 1)
+        worker.wait(1.0)
+        kinds = [message[HEADER_BYTES] for message in peer.connection.messages]
+        pings += [second] * kinds.count(Kind.PING)
+        peer.pump()
+    assert worker.driver.frames > 50
+    assert min(pings) >= 60, "then nothing else shows that we are there"
+    assert len(pings) >= 2
+    worker.close()
