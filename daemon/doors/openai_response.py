@@ -52,11 +52,12 @@ class Choice(msgspec.Struct):
 class _Stream:
     """What the streams of both kinds share; `_head` and `_tail` are the bytes around a delta's text."""
 
-    __slots__ = ("_envelope", "_head", "_index", "_tail", "_usage_null")
+    __slots__ = ("_envelope", "_head", "_include_usage", "_index", "_tail", "_usage_null")
 
     def __init__(self, envelope: dict[str, Any], index: int, include_usage: bool) -> None:
         self._envelope = b"data: " + _encode(envelope)[:-1] + b',"choices":['
         self._index = index
+        self._include_usage = include_usage
         self._usage_null = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
         self._head, self._tail = b"", b""
 
@@ -77,9 +78,15 @@ class _Stream:
         raise NotImplementedError
 
     def quota_exceeded(self, usage: Usage, retry_after_s: float) -> bytes:
-        """Return the last event of a choice that a quota has ended: with the usage, and when to come back."""
+        """Return the last event of a choice that a quota has ended: with when to come back, and the usage.
+
+        Where the usage has an event of its own, it is not told twice.
+        """
+        told = _told_of_quota(usage, retry_after_s)
+        if self._include_usage:
+            told["usage"] = None
         event = self.finish(FinishReason.QUOTA_EXCEEDED).removesuffix(self._usage_null)
-        return event + b"]," + _encode(_told_of_quota(usage, retry_after_s))[1:] + b"\n\n"
+        return event + b"]," + _encode(told)[1:] + b"\n\n"
 
     def _event(self, choice: dict[str, Any]) -> bytes:
         return self._envelope + _encode({"index": self._index, **choice}) + self._usage_null

@@ -567,6 +567,6 @@ def test_a_stop_is_told_beside_the_streams_and_sends_away_who_has_one_left(tmp_p
             assert not events.is_done
             client.drop()
 
-    with running(tmp_path / "d", "acme", tables=TABLES) as daemon:
+    with running(tmp_path / "d", "acme", tables=TABLES | {"daemon": {"drain": "1s"}}) as daemon:
         asyncio.run(run(daemon))
         assert daemon.wait() == 0

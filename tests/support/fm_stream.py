@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from support import tasks
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage
 from websockets.protocol import State as WebSocketState
@@ -130,9 +131,7 @@ class FmClient:
     async def leave(self) -> None:
         """Go away without a word, as a process that dies; the session stays at the server."""
         if self.task is not None:
-            self.task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self.task
+            await tasks.end(self.task)
         self.drop()
 
     def drop(self) -> None:
@@ -226,9 +225,7 @@ class FmClient:
         except ConnectionClosed:
             pass
         finally:
-            reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reader
+            await tasks.end(reader)
 
     async def _until_due(self) -> None:
         due_s = self.session.next_timer()

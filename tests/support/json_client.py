@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from support import tasks
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage
 from websockets.typing import Subprotocol
@@ -103,9 +104,7 @@ class JsonClient:
 
     async def __aexit__(self, *exc: object) -> None:
         assert self.task is not None
-        self.task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self.task
+        await tasks.end(self.task)
         self.drop()
 
     def ask(self, prompt: Any, **fields: Any) -> JsonStream:
@@ -176,9 +175,8 @@ class JsonClient:
                     continue
                 self.streams[int(message["id"][1:])].take(message)
         finally:
-            sender.cancel()
-            with contextlib.suppress(asyncio.CancelledError, *_LOST):
-                await sender
+            with contextlib.suppress(*_LOST):
+                await tasks.end(sender)
 
     async def _send(self, socket: ClientConnection) -> None:
         while True:
