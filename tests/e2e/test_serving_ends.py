@@ -311,8 +311,11 @@ def test_the_daemon_ends_when_told_and_tells_whose_stream_still_runs(serving: Se
         with pytest.raises(openai.APIError, match="the service is being stopped") as caught:
             list(stream)
         assert caught.value.code == "overloaded"
+        notes = []
         while "error" not in (message := received(socket)):
-            assert "delta" in message
+            if "delta" not in message:
+                notes.append(message)
+        assert notes == [{"note": "draining", "retry_after_ms": 2000}]
         assert message["error"]["code"] == "overloaded"
         with pytest.raises(websockets.ConnectionClosed) as closed:
             received(socket)
