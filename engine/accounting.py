@@ -125,7 +125,6 @@ class Accounts:
         spent: list[Tenant] = []
         for tenant in decoding.limited:
             if tenant.is_metered:
-                decoding.count(tenant)
                 if _spend(tenant, tenant.decodes.size, tenant.decodes.size, now_s):
                     spent.append(tenant)
         for request in missing:
@@ -138,7 +137,7 @@ class Accounts:
         billed = max(request.computed, request.billed_tokens)
         output_tokens = int(self._roster.prompt_read(request, tokens))
         tenant.prompt_tokens += tokens
-        tenant.output_tokens += output_tokens
+        tenant.counted_tokens += output_tokens
         tenant.last_scheduled = self._roster.decoding.rounds
         new_tokens = max(0, request.computed - billed) + output_tokens
         return tenant.is_metered and _spend(tenant, new_tokens, output_tokens, now_s)

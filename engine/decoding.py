@@ -3,15 +3,16 @@
 Whoever is not left out takes a token in every step, so the steps are counted as *rounds*. Where a request stands
 follows from the round in which it joined and where it stood then, and so does what a tenant's requests have in sum.
 What a round costs is added to two running sums: the price of a token in it, and that of a token of context. What a
-tenant owes is the difference of the sums since it was last *settled*, times what it has there. So a tenant is settled,
-and its tokens are *counted*, when somebody looks at it, or when one of its requests comes or goes; only those with
-limits on what they use are looked at in every step.
+tenant owes is the difference of the sums since it was last *settled*, times what it has there. So a tenant is settled
+when somebody looks at what it is charged, or when one of its requests comes or goes; only those with limits on what
+they use are looked at in every step.
 
 A round is charged when its step has ended, and by then a request may have come or gone again. That is settled as if it
 had been so in all rounds that have not ended, and each of them notes the difference.
 
 A request needs a new KV block when its position is a multiple of the block's size. Which round that is, modulo the
-block's size, is known when it joins; a table counts the requests for each.
+block's size, its *place*, is known when it joins; a table counts the requests for each. How many blocks it has had by a
+round is how often rounds have gone past its place.
 """
 
 from __future__ import annotations
@@ -41,16 +42,18 @@ Change: TypeAlias = "tuple[Tenant, int, int]"
 class Decodes:
     """The decoding requests of one tenant, `size` of them, with contexts that sum up to `base + size x round`.
 
-    `seen` is the round up to which tokens and blocks are counted, `mark` the sums up to which it is charged.
+    `joined` sums up the rounds in which they joined, `blocks` their KV blocks, counted back to the first round of each
+    one's place; `crossings` counts them by place. `mark` is the sums up to which the tenant is charged.
     """
 
-    __slots__ = ("base", "crossings", "mark", "seen", "size")
+    __slots__ = ("base", "blocks", "crossings", "joined", "mark", "size")
 
     def __init__(self, block_tokens: int) -> None:
         self.size = 0
         self.base = 0
+        self.joined = 0
+        self.blocks = 0
         self.crossings = [0] * block_tokens
-        self.seen = 0
         self.mark = _NOTHING
 
 
@@ -80,9 +83,9 @@ class Decoding:
         """Take in a request that stands at its `computed` tokens."""
         tenant = request.tenant
         self.settle(tenant)
-        self.count(tenant)
         request.joined = self.rounds
-        self._change(tenant, 1, request.computed - (self.rounds - self._origin), self.rounds - request.computed)
+        tenant.counted_blocks -= self._blocks(request.computed)
+        self._change(request, 1)
         if tenant.decodes.size == 1:
             self.tenants[tenant] = None
             self.watch(tenant)
@@ -91,11 +94,13 @@ class Decoding:
         """Let a request go; its `computed` says where it stands."""
         tenant = request.tenant
         self.settle(tenant)
-        self.count(tenant)
-        base = request.computed - (request.joined - self._origin)
-        self._change(tenant, -1, -base, request.joined - request.computed)
-        request.computed += self.rounds - request.joined
+        self._change(request, -1)
+        tokens = self.rounds - request.joined
+        request.computed += tokens
         request.joined = -1
+        tenant.counted_blocks += self._blocks(request.computed)
+        tenant.counted_tokens += tokens
+        tenant.last_scheduled = self.rounds
         if not tenant.decodes.size:
             del self.tenants[tenant]
             self.limited.pop(tenant, None)
@@ -117,6 +122,16 @@ class Decoding:
     def context_of(self, tenant: Tenant) -> int:
         """Return what a tenant's requests that decode have as context."""
         return tenant.decodes.base + tenant.decodes.size * (self.rounds - self._origin)
+
+    def tokens_of(self, tenant: Tenant) -> int:
+        """Return how many tokens a tenant's requests that decode have taken since they joined."""
+        return tenant.decodes.size * self.rounds - tenant.decodes.joined
+
+    def blocks_of(self, tenant: Tenant) -> int:
+        """Return how many KV blocks a tenant's requests that decode have."""
+        decodes = tenant.decodes
+        turns, place = divmod(self.rounds, self.block_tokens)
+        return decodes.blocks + turns * decodes.size + sum(decodes.crossings[:place])
 
     def growth(self) -> int:
         """Return how many KV blocks the next round needs."""
@@ -165,25 +180,6 @@ class Decoding:
         tenant.usage += size * (token_usage - old_token_usage) + base * (context_usage - old_context_usage)
         return charge_s
 
-    def count(self, tenant: Tenant) -> None:
-        """Count the tokens that a tenant's requests have taken, and the KV blocks for them."""
-        decodes = tenant.decodes
-        passed = self.rounds - decodes.seen
-        if not passed:
-            return
-        first = decodes.seen % self.block_tokens
-        decodes.seen = self.rounds
-        if not decodes.size:
-            return
-        tenant.output_tokens += decodes.size * passed
-        tenant.last_scheduled = self.rounds
-        turns, rest = divmod(passed, self.block_tokens)
-        last = first + rest
-        blocks = turns * decodes.size + sum(decodes.crossings[first:last])
-        if last > self.block_tokens:
-            blocks += sum(decodes.crossings[: last - self.block_tokens])
-        tenant.blocks += blocks
-
     def settle_all(self) -> None:
         """Settle everybody, and begin the sums anew."""
         for tenant in self.tenants:
@@ -198,14 +194,23 @@ class Decoding:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _change(self, tenant: Tenant, count: int, base: int, place: int) -> None:
+    def _change(self, request: Request, count: int) -> None:
+        """Count a request that joins (1) or leaves (-1); its `computed` says where it stood in round `joined`."""
+        tenant = request.tenant
         decodes = tenant.decodes
-        place %= self.block_tokens
+        ahead = request.computed - request.joined
+        place = -ahead % self.block_tokens
+        base = count * (ahead + self._origin)
         decodes.size += count
         decodes.base += base
+        decodes.joined += count * request.joined
+        decodes.blocks += count * ((ahead + place) // self.block_tokens)
         decodes.crossings[place] += count
         self.size += count
         self._base += base
         self._crossings[place] += count
         for number, changes in enumerate(self._open, self.ended - self._origin):
             changes.append((tenant, -count, -base - count * number))
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)

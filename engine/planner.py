@@ -63,10 +63,11 @@ class Planner:
         """Plan a step: `is_shared` says that more than one tenant is there, or was until lately."""
         roster = self._roster
         reading = {request.tenant: None for request in roster.prefilling.values() if not request.is_left_out}
-        if not reading and not roster.counters.waiting:
+        waiting = {tenant: None for tenant in roster.counters.waiting if tenant.slots_free > 0}
+        if not reading and not waiting:
             return Plan()
         is_impatient = now_s - self._read_s > self._settings.patience_s
-        plan = _Round(self, reading, now_s, kv_free_blocks, slots_free, is_shared, is_impatient).run()
+        plan = _Round(self, reading, waiting, now_s, kv_free_blocks, slots_free, is_shared, is_impatient).run()
         if plan.prefill:
             self._read_s = now_s
         return plan
@@ -92,6 +93,7 @@ class _Round:
         self,
         planner: Planner,
         reading: dict[Tenant, None],
+        waiting: dict[Tenant, None],
         now_s: float,
         kv_free_blocks: int,
         slots_free: int,
@@ -103,6 +105,7 @@ class _Round:
         self._roster = planner._roster
         self._cost = planner._cost
         self._reading = reading
+        self._waiting = waiting
         self._now_s = now_s
         self._slots = slots_free
         self._kv_free_blocks = kv_free_blocks
@@ -114,8 +117,7 @@ class _Round:
         self._load, self._light_load = StepLoad(), StepLoad()
         self._budget = self._settings.step_tokens - len(roster.decoders)
         self._light_usage = planner._usage.usage(self._settings.light_fraction) / max(roster.active_weight, 1e-9)
-        self._known = reading | roster.counters.waiting
-        self._light = self._light_of(self._known)
+        self._light = self._light_of(reading | waiting)
         self._wide_s = math.inf
         self._take = -1
         self._blocks = -1
@@ -127,7 +129,7 @@ class _Round:
         decoding = self._roster.decoding
         self._load = StepLoad(decoding.size, 0, decoding.size, decoding.context_tokens)
         if self._is_shared:
-            self._light |= self._light_of(decoding.tenants.keys() - self._known.keys())
+            self._light |= self._light_of(decoding.tenants)
             size = sum(tenant.decodes.size for tenant in self._light)
             self._light_load = StepLoad(size, 0, size, sum(map(decoding.context_of, self._light)))
             self._wide_s = max(self._settings.step_target_s, 2 * self._cost.predict_s(self._load))
@@ -142,12 +144,12 @@ class _Round:
 
     def run(self) -> Plan:
         is_reading = bool(self._reading)
-        if self._planner.opens_s(self._now_s, is_reading=is_reading) <= self._now_s:
-            self._take = self._planner._window.most()
-        turns = [(self._turn_s(tenant), tenant.row, tenant) for tenant in self._reading | self._waiting()]
+        turns = [(self._turn_s(tenant), tenant.row, tenant) for tenant in self._reading | self._candidates()]
         if not turns:
             return self._plan
         heapq.heapify(turns)
+        if self._planner.opens_s(self._now_s, is_reading=is_reading) <= self._now_s:
+            self._take = self._planner._window.most()
         self._find_loads()
         # Nobody gets a slot but those that are free, and nobody goes on reading.
         has_slots_only = not is_reading and not self._roster.idle and not self._roster.pressing
@@ -181,16 +183,16 @@ class _Round:
         self._paced[tenant] = self._paced.get(tenant, 0) + tokens
         return self._paced[tenant] >= tenant.pace.level(self._now_s)
 
-    def _waiting(self) -> dict[Tenant, None]:
+    def _candidates(self) -> dict[Tenant, None]:
         """Return the tenants of which a request might get a slot."""
-        waiting = self._roster.counters.waiting
+        waiting = self._waiting
         if self._slots > self._kept or (
             self._slots <= 0 and self._roster.idle and victim_for_admission(self._roster, self._now_s)
         ):
             return waiting
         light = []
         if self._slots > 0:
-            light = [tenant for tenant in self._light if tenant in waiting and not self._has_all_slots(tenant)]
+            light = [tenant for tenant in self._light if tenant in waiting]
         pressing = [tenant for tenant in waiting if self._has_priority(tenant)] if self._roster.pressing else []
         return dict.fromkeys(light + pressing)
 
@@ -219,7 +221,7 @@ class _Round:
         return next((r for r in self._readers[tenant] if r not in self._plan.preempt), None)
 
     def _newcomer(self, tenant: Tenant) -> Request | None:
-        if tenant not in self._roster.counters.waiting or self._has_all_slots(tenant):
+        if tenant not in self._waiting or self._has_all_slots(tenant):
             return None
         request = tenant.queue.head(self._now_s)
         if request is None or request.priority > 0:
@@ -230,10 +232,9 @@ class _Round:
 
     def _has_all_slots(self, tenant: Tenant) -> bool:
         """Return whether a tenant has as many slots as it may."""
-        return (
-            tenant.slots is not None
-            and len(tenant.running) + sum(other.tenant is tenant for other in self._plan.admit) >= tenant.slots
-        )
+        if tenant.slots is None:
+            return False
+        return sum(other.tenant is tenant for other in self._plan.admit) >= tenant.slots_free
 
     def _chunk(self, tenant: Tenant, request: Request) -> int:
         """Return how many tokens of a request this step reads; 0 for none."""

@@ -345,7 +345,6 @@ class Policy:
         return end
 
     def _is_over(self, tenant: Tenant) -> bool:
-        tenant.count()
         return tenant.last_scheduled <= self._roster.decoding.ended
 
     # -- the rest -----------------------------------------------------------------------------------------------------
@@ -395,7 +394,6 @@ class Policy:
 
     def _statistics(self, tenant: Tenant, now_s: float) -> TenantStatistics:
         tenant.settle()
-        tenant.count()
         return TenantStatistics(
             step_s=tenant.step_s,
             prompt_tokens=tenant.prompt_tokens,

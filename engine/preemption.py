@@ -105,7 +105,6 @@ def keep_kv_limits(roster: Roster, tenants: Iterable[Tenant], step: Step, now_s:
     freed = 0
     for tenant in tenants:
         assert tenant.kv_blocks is not None
-        tenant.count()
         while tenant.running and tenant.blocks + _wanted(roster, tenant) > tenant.kv_blocks:
             victim = victim_for_blocks(tenant.running.values(), now_s) if len(tenant.running) > 1 else None
             if victim is not None:

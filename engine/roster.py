@@ -85,7 +85,7 @@ class Roster:
         request.phase = Phase.PREFILL
         request.computed = cached_tokens
         request.is_left_out = False
-        tenant.blocks += self.blocks(cached_tokens)
+        tenant.counted_blocks += self.blocks(cached_tokens)
         tenant.running[request.key] = request
         tenant.prefilling[request.key] = self.prefilling[request.key] = request
         if request.is_paused:
@@ -100,7 +100,7 @@ class Roster:
     def prompt_read(self, request: Request, tokens: int) -> bool:
         """Count prompt tokens that a step has read; returns whether the request's next token has come out of it."""
         tenant = request.tenant
-        tenant.blocks += self.blocks(request.computed + tokens) - self.blocks(request.computed)
+        tenant.counted_blocks += self.blocks(request.computed + tokens) - self.blocks(request.computed)
         request.computed += tokens
         if request.computed < request.target:
             return False
@@ -251,7 +251,7 @@ class Roster:
             del self.prefilling[request.key]
         else:
             self._part(request)
-        tenant.blocks -= self.blocks(request.computed)
+        tenant.counted_blocks -= self.blocks(request.computed)
         del tenant.running[request.key]
         self.protected.pop(request.key, None)
         tenant.protected.pop(request.key, None)

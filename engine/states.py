@@ -117,14 +117,16 @@ class Tenant:
     when it waited last. `running` has the requests with a slot, `prefilling` those of them whose prompt is being read,
     in order of admission, `protected` those that must not be preempted any more.
 
-    What its decoding has cost and brought is in `virtual_s`, `usage` and `step_s` once it was settled, and in
-    `output_tokens`, `blocks` and `last_scheduled` once it was counted; before, they lag behind (see `decoding`).
+    What its decoding has cost is in `virtual_s`, `usage` and `step_s` once it was settled; before, they lag behind (see
+    `decoding`). `counted_tokens` and `counted_blocks` are without what its requests that decode have brought since they
+    joined, and the blocks that they have; `last_scheduled` is the last round in which any other of its requests was.
     """
 
     __slots__ = (
-        "blocks",
         "cached_tokens",
         "claim_s",
+        "counted_blocks",
+        "counted_tokens",
         "credit",
         "decodes",
         "decoding",
@@ -136,7 +138,6 @@ class Tenant:
         "is_metered",
         "kv_blocks",
         "last_scheduled",
-        "output_tokens",
         "pace",
         "paused_waiting",
         "preemptions",
@@ -180,7 +181,7 @@ class Tenant:
         self.running: dict[Key, Request] = {}
         self.prefilling: dict[Key, Request] = {}
         self.protected: dict[Key, Request] = {}
-        self.blocks = 0
+        self.counted_blocks = 0
         self.is_held = False
         self.is_metered = False
         self.is_exhausted = False
@@ -193,7 +194,7 @@ class Tenant:
         self.step_s = 0.0
         self.prompt_tokens = 0
         self.cached_tokens = 0
-        self.output_tokens = 0
+        self.counted_tokens = 0
         self.held_s = 0.0
         self.preemptions = 0
         self.recomputed_tokens = 0
@@ -206,9 +207,20 @@ class Tenant:
         """Charge it for what its decoding has cost so far; returns that, in seconds."""
         return self.decoding.settle(self)
 
-    def count(self) -> None:
-        """Count what its decoding has brought so far."""
-        self.decoding.count(self)
+    @property
+    def blocks(self) -> int:
+        """How many KV blocks its requests have."""
+        return self.counted_blocks + self.decoding.blocks_of(self)
+
+    @property
+    def output_tokens(self) -> int:
+        """How many tokens have come out of its requests."""
+        return self.counted_tokens + self.decoding.tokens_of(self)
+
+    @property
+    def slots_free(self) -> float:
+        """How many slots more it may have."""
+        return math.inf if self.slots is None else self.slots - len(self.running)
 
     @property
     def has_work(self) -> bool:
