@@ -95,7 +95,7 @@ class Accounts:
             tenant.usage += charge_s * usage_scale
         for tenant in decoding.limited:
             if tenant.credit is not None:
-                charges[tenant] = charges.get(tenant, 0.0) + decoding.settle(tenant)
+                charges[tenant] = charges.get(tenant, 0.0) + decoding.last_s(tenant)
         return [
             (tenant, charge_s)
             for tenant, charge_s in charges.items()

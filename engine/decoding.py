@@ -75,6 +75,7 @@ class Decoding:
         self._crossings = [0] * block_tokens
         self._origin = 0  # contexts are counted from here, which keeps the sums small, and so exact
         self._sums = _NOTHING
+        self._token_s = self._context_s = 0.0  # of the round that ended last
         self._open: deque[list[Change]] = deque()
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -151,6 +152,7 @@ class Decoding:
     def end_round(self, token_s: float, context_s: float, usage_scale: float) -> list[Change]:
         """Charge the oldest round that has not ended; returns what was otherwise in it."""
         token_s += context_s * (self.ended - self._origin)
+        self._token_s, self._context_s = token_s, context_s
         self.ended += 1
         sums = self._sums
         self._sums = _Sums(
@@ -160,6 +162,10 @@ class Decoding:
             sums.context_usage + context_s * usage_scale,
         )
         return self._open.popleft()
+
+    def last_s(self, tenant: Tenant) -> float:
+        """Return what the round that has just ended costs a tenant, in seconds, but for what was otherwise in it."""
+        return tenant.decodes.size * self._token_s + tenant.decodes.base * self._context_s
 
     def settle(self, tenant: Tenant) -> float:
         """Charge a tenant what it owes; returns that."""
@@ -209,8 +215,9 @@ class Decoding:
         self.size += count
         self._base += base
         self._crossings[place] += count
-        for number, changes in enumerate(self._open, self.ended - self._origin):
-            changes.append((tenant, -count, -base - count * number))
+        if self._open:
+            for number, changes in enumerate(self._open, self.ended - self._origin):
+                changes.append((tenant, -count, -base - count * number))
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)

@@ -74,15 +74,20 @@ class Book:
             self.positions[request] += 1
 
     def _end(self, token_s: float, context_s: float, scale: float) -> None:
+        owed_s = dict.fromkeys(self.tenants, 0.0)
         for request, position in self.open.popleft().items():
-            counted = self.counted[request.tenant.row]
-            counted.step_s += token_s + context_s * position
-            counted.usage += scale * (token_s + context_s * position)
+            charge_s = token_s + context_s * position
+            owed_s[request.tenant] += charge_s
+            self.counted[request.tenant.row].step_s += charge_s
+            self.counted[request.tenant.row].usage += scale * charge_s
         for tenant, size, context_tokens in self.decoding.end_round(token_s, context_s, scale):
             charge_s = token_s * size + context_s * context_tokens
+            owed_s[tenant] -= charge_s
             tenant.step_s += charge_s
             tenant.virtual_s += charge_s * tenant.inverse_weight
             tenant.usage += charge_s * scale
+        for tenant, charge_s in owed_s.items():
+            assert self.decoding.last_s(tenant) == pytest.approx(charge_s, abs=1e-9)
 
     def check(self) -> None:
         decoding = self.decoding
