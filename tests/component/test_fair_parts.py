@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support.daemon import Daemon, running, wait_until
+from support.daemon import Daemon, wait_until, working
 from support.raw_http import Connection, request
 from support.synthetic import MODEL
 
@@ -20,14 +20,9 @@ WARM_UP_S, MEASURED_S = 2.0, 10.0
 @pytest.fixture
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     tables = {"engine": {"max_streams": SLOTS}, "engine.synthetic": {"tokens_per_s": 100, "prompt_tokens_per_s": 0}}
-    with running(tmp_path_factory.mktemp("d"), tables=tables) as daemon:
-        for tenant in CLIENTS:
-            daemon.add_tenant(tenant, "[tokens]\nstreams = 64\n[requests]\nqueue = 64\n")
-        daemon.reload()
-        for tenant in CLIENTS:
-            daemon.text(tenant)
+    limits = dict.fromkeys(CLIENTS, "[tokens]\nstreams = 64\n[requests]\nqueue = 64\n")
+    with working(tmp_path_factory.mktemp("d"), limits, tables=tables) as daemon:
         yield daemon
-        daemon.stop()
 
 
 def ask_again_and_again(daemon: Daemon, tenant: str, is_over: threading.Event, refusals: list[int]) -> None:

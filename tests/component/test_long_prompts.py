@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from support.daemon import Daemon, running, wait_until
+from support.daemon import Daemon, wait_until, working
 from support.live import LiveStreams, percentile
 from support.raw_http import Connection, request
 from support.synthetic import MODEL
@@ -25,14 +25,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         "engine": {"max_model_len": 1 << 18},
         "engine.synthetic": {"tokens_per_s": TOKENS_PER_S, "prompt_tokens_per_s": 0},
     }
-    with running(tmp_path_factory.mktemp("d"), tables=tables) as daemon:
-        daemon.add_tenant("acme", f"[tokens]\nstreams = {STREAMS + PROMPTS}\n")
-        daemon.add_tenant("globex")
-        daemon.reload()
-        daemon.text("acme")
-        daemon.text("globex")
+    limits = {"acme": f"[tokens]\nstreams = {STREAMS + PROMPTS}\n", "globex": ""}
+    with working(tmp_path_factory.mktemp("d"), limits, tables=tables) as daemon:
         yield daemon
-        daemon.stop()
 
 
 @pytest.fixture

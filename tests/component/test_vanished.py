@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support.daemon import Daemon, running, wait_until
+from support.daemon import Daemon, wait_until, working
 from support.raw_http import request
 from support.synthetic import MODEL
 
@@ -31,14 +31,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         "engine": {"max_streams": SLOTS},
         "engine.synthetic": {"tokens_per_s": 20, "prompt_tokens_per_s": 20_000},
     }
-    with running(tmp_path_factory.mktemp("d"), tables=tables) as daemon:
-        for tenant in TENANTS:
-            daemon.add_tenant(tenant, "[tokens]\nstreams = 256\n[requests]\nqueue = 256\n")
-        daemon.reload()
-        for tenant in TENANTS:
-            daemon.text(tenant)
+    limits = dict.fromkeys(TENANTS, "[tokens]\nstreams = 256\n[requests]\nqueue = 256\n")
+    with working(tmp_path_factory.mktemp("d"), limits, tables=tables) as daemon:
         yield daemon
-        daemon.stop()
 
 
 class Vanishing:

@@ -272,3 +272,16 @@ def running(folder: Path, *tenants: str, **settings: Any) -> Iterator[Daemon]:
         yield daemon
     finally:
         daemon.close()
+
+
+@contextlib.contextmanager
+def working(folder: Path, limits: Mapping[str, str], **settings: Any) -> Iterator[Daemon]:
+    """Run a daemon with tenants of these limits, each with a worker from the start, and stop it in the end."""
+    with running(folder, **settings) as daemon:
+        for tenant, text in limits.items():
+            daemon.add_tenant(tenant, text)
+        daemon.reload()
+        for tenant in limits:
+            daemon.text(tenant)
+        yield daemon
+        daemon.stop()
