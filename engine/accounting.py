@@ -124,9 +124,8 @@ class Accounts:
         decoding.begin_round()
         spent: list[Tenant] = []
         for tenant in decoding.limited:
-            if tenant.is_metered:
-                if _spend(tenant, tenant.decodes.size, tenant.decodes.size, now_s):
-                    spent.append(tenant)
+            if tenant.is_metered and _spend(tenant, tenant.decodes.size, tenant.decodes.size, now_s):
+                spent.append(tenant)
         for request in missing:
             decoding.join(request)
         return spent
