@@ -208,7 +208,7 @@ def test_logprobs_of_a_completion_are_vllms(serving: Serving) -> None:
 
 
 def test_a_repeated_prompt_is_cached_for_its_tenant_alone(serving: Serving) -> None:
-    warmed: Any = [5 + 7 * n % 4000 for n in range(1900)]
+    warmed: Any = [5 + 7 * n % 4000 for n in range(4000)]
     salt_of_acme = cache_salt(load_secret(serving.daemon.folder / "state" / "secret"), "acme")
 
     def ask(tenant: str, **more: Any) -> tuple[int, float]:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import pytest
 from support.llm_reference import Question, Reference
-from support.tiny_model import tiny_model
+from support.tiny_model import MAX_MODEL_LEN, VOCAB_SIZE, tiny_model
 from tokenizers import Tokenizer
 
 from seedance.engine.adapter import EngineState, EngineStatistics, Output
@@ -200,7 +200,7 @@ def test_ready_tells_what_is_reserved_and_what_the_model_is(engine: Engine) -> N
     assert "MiB of weights" in engine.events.states[-1][1]
     info = engine.info
     assert (info.name, info.engine, info.tokenizer_dir) == ("tiny", "vllm", str(engine.model_dir))
-    assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (2048, 4096, (1,))
+    assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (MAX_MODEL_LEN, VOCAB_SIZE, (1,))
 
 
 def test_greedy_tokens_are_those_of_vllms_own_front_end(engine: Engine, reference: Reference) -> None:
@@ -325,7 +325,11 @@ def test_an_engine_that_gives_back_memory_goes_on(engine: Engine) -> None:
 
 
 def test_requests_that_can_never_run_are_refused_at_once(engine: Engine) -> None:
-    for prompt, code in ((make_prompt(2048), "context_too_long"), ([4096], "invalid_request"), ([], "invalid_request")):
+    for prompt, code in (
+        (make_prompt(MAX_MODEL_LEN), "context_too_long"),
+        ([VOCAB_SIZE], "invalid_request"),
+        ([], "invalid_request"),
+    ):
         with pytest.raises(EngineError) as caught:
             engine.submit(prompt)
         assert caught.value.code == code

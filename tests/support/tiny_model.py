@@ -27,7 +27,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 CACHE_ENV: Final = "SEEDANCE_TEST_CACHE"
 VOCAB_SIZE: Final = 4096
-MAX_MODEL_LEN: Final = 2048
+MAX_MODEL_LEN: Final = 4096
 BOS: Final = "<|begin|>"
 EOS: Final = "<|end|>"
 _TURN: Final = "<|turn|>"
