@@ -33,7 +33,7 @@ from seedance.engine.survivors import claim_of
 from seedance.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
-    from seedance.engine.engines import Engine
+    from seedance.engine.engine import Engine
 
 _RECEIVE_BYTES: Final = 256 << 10
 # A worker that does not read its refusals is not read from either.
@@ -90,6 +90,15 @@ def by_engine(generations: Iterable[Generation]) -> Iterable[tuple[Engine, list[
         if generation.engine is not None:
             keys.setdefault(generation.engine, []).append(generation.key)
     return keys.items()
+
+
+def take_back(generations: Iterable[Generation], engine: Engine) -> list[Generation]:
+    """Have an engine drop those of the generations that it has; they are returned, and have no engine."""
+    taken = [generation for generation in generations if generation.engine is engine]
+    engine.adapter.abort([generation.key for generation in taken])
+    for generation in taken:
+        generation.engine = None
+    return taken
 
 
 class ChannelOwner(Protocol):

@@ -9,8 +9,9 @@ from typing import Final
 
 from seedance.engine import failover
 from seedance.engine.channel import ModelComing, ModelPrepared, Noted
-from seedance.engine.engines import Engine, Engines
-from seedance.engine.host_channel import Channel, Generation
+from seedance.engine.engine import Engine
+from seedance.engine.engines import Engines
+from seedance.engine.host_channel import Channel, Generation, take_back
 from seedance.engine.host_link import CancelLoad, LoadChanged, LoadModel, ModelReady
 from seedance.engine.model_load import LoadState
 from seedance.engine.model_swap import ModelSwap
@@ -102,6 +103,10 @@ class HostLoads:
         """See `SwapHost`."""
         return sum(generation.engine is engine for generation in self._generations.values())
 
+    def take_back(self, engine: Engine) -> None:
+        """See `SwapHost`."""
+        take_back(self._generations.values(), engine)
+
     def tell_replaced(self, engine: Engine) -> None:
         """See `SwapHost`."""
         for channel in self._channels.values():
@@ -111,7 +116,5 @@ class HostLoads:
 
     def drop(self, engine: Engine, error: EngineError) -> None:
         """See `SwapHost`."""
-        dropped = [generation for generation in self._generations.values() if generation.engine is engine]
-        engine.adapter.abort([generation.key for generation in dropped])
-        for generation in dropped:
+        for generation in take_back(self._generations.values(), engine):
             self._fail(generation, error)
