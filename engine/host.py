@@ -21,8 +21,8 @@ from typing import Final
 from seedance.engine import failover, host_link
 from seedance.engine.adapter import EngineState, EngineStatistics, Output
 from seedance.engine.channel import Abort, Delta, EngineChanged, ModelPrepared, Noted, Refused, Submit, ToHost
-from seedance.engine.engine_queue import EngineQueue
 from seedance.engine.engine import Engine, Role
+from seedance.engine.engine_queue import EngineQueue
 from seedance.engine.engines import Engines
 from seedance.engine.host_channel import Channel, Generation, by_engine, take_back
 from seedance.engine.host_loads import HostLoads

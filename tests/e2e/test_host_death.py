@@ -12,8 +12,8 @@ import signal
 from typing import Any
 
 import pytest
-from support.daemon import wait_until
 from support.completion_streams import CompletionStreams
+from support.daemon import wait_until
 from support.serving import LIMIT_S, MODEL, Serving, engine_core
 from support.stall import Stall, watch
 

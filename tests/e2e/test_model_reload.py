@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.daemon import Daemon, wait_until
 from support.completion_streams import CompletionStreams
+from support.daemon import Daemon, wait_until
 from support.model_loads import LIMIT_S, ctl, load_of, other_model, spoil_numbers
 from support.serving import KV_BYTES, MODEL, TENANTS, engine_core
 from support.stall import Stall, watch
