@@ -27,8 +27,8 @@ class Role(enum.StrEnum):
 class EngineOwner(Protocol):
     """Who is told what an engine does."""
 
-    def step_completed(self, outputs: Sequence[Output]) -> None:
-        """Take the outputs of one of its steps."""
+    def step_completed(self, outputs: Sequence[Output], singles: bytes = b"") -> None:
+        """Take what one of its steps brought; see `EngineEvents`."""
 
     def starts(self, engine: Engine, detail: str) -> None:
         """Take what an engine says of its start."""
@@ -64,9 +64,7 @@ class Engine:
         self.figures = ""
         self.ready_s = 0.0
         self._owner = owner
-        self.step_completed: Callable[[Sequence[Output]], None] = (
-            owner.step_completed
-        )  # not a method: this is the way of every token
+        self.step_completed: Callable[..., None] = owner.step_completed  # not a method: this is the way of every token
 
     @property
     def row(self) -> int:
@@ -74,7 +72,7 @@ class Engine:
         return self.ledger.engine_row
 
     @contextlib.contextmanager
-    def probed(self, take: Callable[[Sequence[Output]], None]) -> Iterator[None]:
+    def probed(self, take: Callable[..., None]) -> Iterator[None]:
         """Give the outputs of its steps to somebody else for a while, as long as nothing else runs on it."""
         assert self.role in {Role.TRIAL, Role.ACTIVE}, "cannot take the outputs of an engine that is to have none"
         self.step_completed = take

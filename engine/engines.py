@@ -49,8 +49,8 @@ log = logging.getLogger("seedance.engine.host")
 class EnginesOwner(Protocol):
     """What the host does with the news of its engines."""
 
-    def step_completed(self, outputs: Sequence[Output]) -> None:
-        """Take the outputs of one step of any engine."""
+    def step_completed(self, outputs: Sequence[Output], singles: bytes = b"") -> None:
+        """Take what one step of any engine brought; see `EngineEvents`."""
 
     def state_changed(self, state: EngineState, detail: str, note: str = "") -> None:
         """Take the state of all engines together: READY while one is active, RECOVERING until the next is.

@@ -11,7 +11,8 @@ from seedance.engine import failover
 from seedance.engine.channel import ModelComing, ModelPrepared, Noted
 from seedance.engine.engine import Engine
 from seedance.engine.engines import Engines
-from seedance.engine.host_channel import Channel, Generation, take_back
+from seedance.engine.generations import Generations
+from seedance.engine.host_channel import Channel, Generation
 from seedance.engine.host_link import CancelLoad, LoadChanged, LoadModel, ModelReady
 from seedance.engine.model_load import LoadState
 from seedance.engine.model_swap import ModelSwap
@@ -23,13 +24,13 @@ _LOOK_S: Final = 0.2
 
 
 class HostLoads:
-    """What a host does for loads. Channels (by number) and generations (by key) stay the host's."""
+    """What a host does for loads. Channels (by number) and generations stay the host's."""
 
     def __init__(
         self,
         engines: Engines,
         channels: Mapping[int, Channel],
-        generations: Mapping[int, Generation],
+        generations: Generations,
         tell: Callable[[LoadChanged], None],
         free_key: Callable[[], int],
         move: Callable[[Engine, Engine], None],
@@ -101,14 +102,15 @@ class HostLoads:
 
     def running(self, engine: Engine) -> int:
         """See `SwapHost`."""
-        return sum(generation.engine is engine for generation in self._generations.values())
+        return sum(generation.engine is engine for generation in self._generations)
 
     def take_back(self, engine: Engine) -> None:
         """See `SwapHost`."""
-        take_back(self._generations.values(), engine)
+        self._generations.take_back(engine)
 
     def tell_replaced(self, engine: Engine) -> None:
         """See `SwapHost`."""
+        self._generations.fold()
         for channel in self._channels.values():
             streams = [g.stream for g in channel.generations.values() if g.engine is engine and g.token_ids]
             if streams:
@@ -116,5 +118,5 @@ class HostLoads:
 
     def drop(self, engine: Engine, error: EngineError) -> None:
         """See `SwapHost`."""
-        for generation in take_back(self._generations.values(), engine):
+        for generation in self._generations.take_back(engine):
             self._fail(generation, error)

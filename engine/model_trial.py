@@ -22,7 +22,7 @@ async def ask(engine: Engine, key: int) -> Canary:
     done = asyncio.Event()
     probe = Canary(key, engine.model)
 
-    def take(outputs: Sequence[Output]) -> None:
+    def take(outputs: Sequence[Output], _: bytes = b"") -> None:
         probe.take(outputs)
         if probe.is_done:
             done.set()
