@@ -7,6 +7,7 @@ something of no meaning besides, for which another engine is started.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import re
@@ -24,6 +25,7 @@ from support.stall import Stall, watch
 from support.tiny_model import tiny_model
 
 from seedance.daemon import control
+from seedance.daemon.client import ApiRefused
 from seedance.engine.model_load import LoadOrder, LoadPhase, LoadState, Policy
 
 pytestmark = [
@@ -105,6 +107,14 @@ class Machine:
         wait_until(lambda: self.load_state().phase.is_last, LIMIT_S)
         assert running.reasons == later.reasons == ["length"] * STREAMS
         return found
+
+    def answers(self) -> bool:
+        """Whether each tenant gets what it asks for."""
+        with contextlib.suppress(ApiRefused):
+            for tenant in TENANTS:
+                list(self.daemon.client(tenant).infer("the class", model=MODEL, max_tokens=1))
+            return True
+        return False
 
     def load_state(self) -> LoadState:
         state = load_of(self.daemon)
@@ -217,5 +227,6 @@ def test_the_next_host_goes_on_with_the_weights_that_were_loaded(machine: Machin
     assert re.search(r"new requests waited [\d.]+ s at most, of which the engine took [\d.]+ s to load", done.stdout)
     os.kill(host, signal.SIGKILL)
     wait_until(lambda: machine.daemon.child("engine host").pid not in (host, 0), LIMIT_S)
+    wait_until(machine.answers, LIMIT_S)
     assert machine.texts() == machine.of_second
     assert engine_core(machine.daemon) == core
