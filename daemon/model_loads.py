@@ -169,7 +169,8 @@ class ModelLoads:
         before, self.load = self.load, message.state
         if message.state.is_switched and not before.is_switched:
             self.served.replace(self._settings)
-            _log.info("'%s' is served", self._settings.model)
+            pause_s = message.state.pause_s or 0.0
+            _log.info("'%s' is served; new requests waited %.3f s at most", self._settings.model, pause_s)
         if message.state.phase is LoadPhase.FAILED:
             _log.error("cannot serve '%s', the old model goes on: %s", message.state.order.path, message.state.reason)
         if message.state.phase is LoadPhase.PREPARING and before.phase is not LoadPhase.PREPARING:
