@@ -16,9 +16,9 @@ from seedance.daemon.commands.context import (
     example,
     print_json,
     read_text,
-    replace_file,
     tenant_name,
 )
+from seedance.daemon.files import replace_file
 from seedance.daemon.tenants import read_files
 from seedance.errors import ConfigError
 from seedance.qos import quota

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,4 +131,5 @@ def init(directory: Path, engine: str, model: str, name: str, port: int) -> None
         raise click.UsageError("cannot serve without a model: give --model, or --engine synthetic")
     for path in example_folder.create(directory, engine=engine, model=model, name=name, port=port):
         click.echo(f"wrote {path}")
-    click.echo(f"run it with: seedanced --config {directory / example_folder.CONFIG_FILE}")
+    config = shlex.quote(str(directory / example_folder.CONFIG_FILE))
+    click.echo(f"run it with: {hints.typed('seedanced')} --config {config}")

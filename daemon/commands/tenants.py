@@ -18,9 +18,9 @@ from seedance.daemon.commands.context import (
     example,
     print_json,
     read_text,
-    replace_file,
     tenant_name,
 )
+from seedance.daemon.files import replace_file
 from seedance.daemon.tenants import read_files
 from seedance.errors import ConfigError, ResourceBroken
 from seedance.qos.quota import load, load_directory
