@@ -43,6 +43,11 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
         return status
 
 
+def example(*lines: str) -> str:
+    """Return the end of a command's help: command lines to go by."""
+    return "\b\nExample:\n" + "\n".join(f"  seedancectl {line}" for line in lines)
+
+
 def os_error_text(exc: OSError) -> str:
     """Say what the system refused, of which file where it is known, and what may help."""
     where = f"cannot use '{exc.filename}'" if exc.filename else "cannot go on"

@@ -11,8 +11,9 @@ import click
 from seedance import __version__
 from seedance.daemon import command_line
 from seedance.daemon import config as configuration
-from seedance.daemon.commands import keys, limits, model, service, simulate, talk, tenants, trace, watch
-from seedance.daemon.commands.context import Context, example
+from seedance.daemon.command_line import example
+from seedance.daemon.commands import init, keys, limits, model, service, simulate, talk, tenants, trace, watch
+from seedance.daemon.commands.context import Context
 
 _NAME: Final = "seedancectl"
 
@@ -55,7 +56,7 @@ for _command in (
     watch.doctor,
     talk.chat,
     talk.infer,
-    talk.init,
+    init.init,
 ):
     commands.add_command(_command)
 

@@ -78,11 +78,6 @@ def tenant_name(value: str) -> str:
         raise click.BadParameter(str(exc)) from exc
 
 
-def example(*lines: str) -> str:
-    """Return the end of a command's help: command lines to go by."""
-    return "\b\nExample:\n" + "\n".join(f"  seedancectl {line}" for line in lines)
-
-
 def print_json(value: Any) -> None:
     """Print a value for programs, laid out for people too."""
     click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
