@@ -165,17 +165,18 @@ def test_a_frozen_worker_holds_up_nobody_else(daemon: Daemon) -> None:
 def test_a_zygote_that_dies_or_hangs_is_followed_by_another(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nobody wants a worker meanwhile: the daemon finds out by itself."""
-    monkeypatch.setenv("WATCHDOG_USEC", "4000000")
-    monkeypatch.delenv("WATCHDOG_PID", raising=False)
+    """Nobody wants a worker meanwhile: the daemon finds out by itself, of one that hangs as its manager watches."""
+    if number == signal.SIGSTOP:
+        monkeypatch.setenv("WATCHDOG_USEC", "12000000")
+        monkeypatch.delenv("WATCHDOG_PID", raising=False)
     with running(tmp_path / "d", "acme", "globex") as daemon:
-        assert serves(daemon, "acme")
+        wait_until(lambda: serves(daemon, "acme"))
         zygote, worker = daemon.child("zygote").pid, daemon.tenant("acme").worker_pid
         with started(daemon, "acme", stream=True) as stream:
             os.kill(zygote, number)
             wait_until(lambda: daemon.child("zygote").pid not in (0, zygote))
             assert not Path(f"/proc/{zygote}").exists()
-            assert serves(daemon, "globex")
+            wait_until(lambda: serves(daemon, "globex"))
             assert daemon.tenant("acme").worker_pid == worker
             assert stream.head()[0] == 200
             chunks = stream.chunks()
@@ -183,7 +184,8 @@ def test_a_zygote_that_dies_or_hangs_is_followed_by_another(
         # The last zygote's worker is now the daemon's own child; its end is seen, too.
         daemon.kill(worker)
         wait_until(lambda: serves(daemon, "acme"))
-        assert {child.restarts for child in daemon.status().processes if child.name != "zygote"} == {0}
+        assert daemon.tenant("acme").worker_pid not in (0, worker)
+        assert daemon.child("zygote").restarts >= 1
         daemon.stop()
 
 
