@@ -272,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"(a copy lies in {target / 'GEMMA_TERMS.html'}).",
             file=sys.stderr,
         )
-    print(target)
+    print(target.absolute())
     return 0
 
 

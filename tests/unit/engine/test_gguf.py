@@ -126,3 +126,13 @@ def test_an_interrupt_ends_the_command_without_a_word(
     monkeypatch.setitem(sys.modules, gguf.PACKAGE, module)
     assert gguf.main(["--into", str(tmp_path)]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_what_is_printed_does_not_depend_on_where_it_is_read(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cached = tmp_path / "models" / gguf.source_from_package().directory_name
+    cached.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert gguf.main(["--into", "models"]) == 0
+    assert capsys.readouterr().out == f"{cached}\n"
