@@ -97,6 +97,15 @@ def inspect(path: Path, *, needs_tokenizer: bool = True, needs_manifest: bool = 
     return files
 
 
+def check_weights(path: Path) -> None:
+    """Look whether a directory's safetensors files are all there and whole, by their heads; other formats are not seen.
+
+    Raises ConfigError.
+    """
+    for name in _weight_names(path, _read_index(path / INDEX)):
+        read_tensors(path / name)
+
+
 def verify(files: ModelFiles, progress: Progress) -> None:
     """Read all that counts: compare it with the manifest, where there is one, and leave it in the page cache.
 
@@ -199,7 +208,7 @@ def _layout(path: Path, tensors: Mapping[str, Tensor]) -> str:
 def _read_weights(path: Path) -> tuple[list[str], dict[str, Tensor]]:
     """Return the names of the files with weights, and all their tensors by name."""
     index = _read_index(path / INDEX)
-    names = sorted(set(index.values())) if index else sorted(file.name for file in path.glob("*.safetensors"))
+    names = _weight_names(path, index)
     if not names:
         raise ConfigError(str(path), "", "it has no *.safetensors; other formats cannot be checked, convert it")
     place: dict[str, str] = {}
@@ -213,6 +222,10 @@ def _read_weights(path: Path) -> tuple[list[str], dict[str, Tensor]]:
         if place.get(tensor_name) != name:
             raise ConfigError(str(path / name), "", f"it lacks tensor '{tensor_name}', which {INDEX} says is in it")
     return names, tensors
+
+
+def _weight_names(path: Path, index: Mapping[str, str]) -> list[str]:
+    return sorted(set(index.values())) if index else sorted(file.name for file in path.glob("*.safetensors"))
 
 
 def _read_index(path: Path) -> dict[str, str]:

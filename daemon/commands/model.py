@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from seedance.daemon import control, model_tables
-from seedance.daemon.commands.context import Context, console, example, print_json, replace_file
+from seedance.daemon.command_line import example
+from seedance.daemon.commands.context import Context, console, print_json
+from seedance.daemon.files import replace_file
 from seedance.engine import model_check, model_files
 from seedance.engine.model_files import MANIFEST
 from seedance.engine.model_load import DEFAULT_DRAIN_S, LoadOrder, LoadPhase, LoadState, Policy
