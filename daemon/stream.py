@@ -42,7 +42,7 @@ class Stream:
     its own stands for just that text: nothing is held back before it, nothing is looked for in it. `bypass_fd` is the
     descriptor of the flow that takes such a token's frame past the sink (see `EngineClient.bypass`), -1 for none.
     `output_tokens` lacks the tokens that went this way until the stream has left the engine client. `in_columns` says
-    that its session's TOKENS are made with those of others (`fm_columns`); it lacks those, too, until the stream is
+    that its plain tokens are made TOKENS with those of others (`fm_columns`); it lacks those, too, until the stream is
     out of there. `is_paused` says that the engine was told to leave it out, `is_sampled` that its tokens are drawn by
     chance. `tokens` names what its token ids mean (`ModelInfo.tokens`).
 
