@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from seedance.daemon import fm_matrix
 from seedance.daemon.decoder_table import Entry
-from seedance.daemon.plain_streams import ROWS, Sends
 from seedance.daemon.protocol.fm_frame import tokens_frame
 from seedance.daemon.protocol.fm_messages import RING_FRAMES
 from seedance.daemon.protocol.fm_server import Lent
 from seedance.daemon.ring.frame_store import StoredFrames
+from seedance.daemon.stream_columns import ROWS, Sends
 from seedance.daemon.token_texts import FIRST, TEXT_BYTES, UNSEEN, TokenTexts
 
 

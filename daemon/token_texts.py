@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seedance.daemon.decoder_table import Entry
+from seedance.daemon.stream_columns import doubled
 
 TEXT_BYTES: Final = 128
 """Longer texts have no slot; vocabularies have some of nearly that, as of many spaces."""
@@ -48,8 +49,7 @@ class TokenTexts:
             self._slots[token_id] = UNFIT
             return
         if slot == len(self.lengths):
-            self.lengths = np.concatenate((self.lengths, np.zeros_like(self.lengths)))
-            self.texts = np.concatenate((self.texts, np.zeros_like(self.texts)))
+            self.lengths, self.texts = doubled(self.lengths), doubled(self.texts)
         self.texts[slot, : len(text)] = np.frombuffer(text, np.uint8)
         self.lengths[slot] = len(text)
         self._slots[token_id] = slot
