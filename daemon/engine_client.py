@@ -222,8 +222,8 @@ class EngineClient:
             self.fm_columns.set_plain(stream.number, stream.plain)
 
     def suits_columns(self, stream: Stream) -> bool:
-        """Tell whether a stream brings plain tokens, among so many others that it is cheaper to take all together."""
-        return stream.plain and len(self._streams) >= self._fewest and self._streams.get(stream.number) is stream
+        """Tell whether a stream is among so many others that it is cheaper to take all together."""
+        return len(self._streams) >= self._fewest and self._streams.get(stream.number) is stream
 
     def abort(self, streams: Iterable[Stream]) -> None:
         """End streams without another call on their sinks; those that have ended already are passed over."""

@@ -42,8 +42,8 @@ class Stream:
     A token of `hidden_token_ids` that ends the stream counts, but has no text. `plain` says that a token with a text of
     its own stands for just that text: nothing is held back before it, nothing is looked for in it. With `columns` such
     a token's frame goes past the sink, to the flow of `bypass_fd` (see `EngineClient.bypass`). `output_tokens` lacks
-    the tokens that went this way until the stream has left the engine client. `in_columns` says that its session's
-    TOKENS are made with those of others (`fm_columns`); it lacks those, too, until the stream is out of there.
+    the tokens that went this way until the stream has left the engine client. `in_columns` says that its plain
+    tokens are made TOKENS with those of others (`fm_columns`); it lacks those, too, until the stream is out of there.
     `is_paused` says that the engine was told to leave it out, `is_sampled` that its tokens are drawn by chance.
     `tokens` names what its token ids mean (`ModelInfo.tokens`).
 
