@@ -343,7 +343,7 @@ class EngineClient:
                 if isinstance(text, str):
                     if text and stream.bypass_fd >= 0:
                         self._plain_streams.learn(token_id, text)
-                    if text:
+                    if text or stream.tells_each:
                         stream.sink.text_arrived(text)
                     continue
             self._advance(stream, Delta(number, [token_id]))
@@ -433,7 +433,7 @@ class EngineClient:
             text += (stop or stream.detokenizer).finish()
         if delta.logprobs is not None:
             stream.sink.logprobs_arrived(text, delta.logprobs[: len(delta.logprobs) - surplus_tokens])
-        elif text:
+        elif text or (stream.tells_each and reason is None):
             stream.sink.text_arrived(text)
         # Telling it may have ended the stream from outside: a client whose backlog is full is cut off.
         if reason is not None and self._remove(stream):
