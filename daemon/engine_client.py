@@ -16,12 +16,14 @@ import numpy as np
 from seedance.daemon.decoder_table import Entry
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.emitted import Emitted
+from seedance.daemon.event_columns import EventColumns
 from seedance.daemon.fm_columns import FmColumns
 from seedance.daemon.journal import Journal
-from seedance.daemon.plain_streams import FEWEST, PlainStreams, Sends
+from seedance.daemon.plain_streams import PlainStreams
 from seedance.daemon.ring.driver import Driver, Flow
 from seedance.daemon.start_queue import StartQueue
 from seedance.daemon.stream import Stream
+from seedance.daemon.stream_columns import FEWEST, Sends, StreamColumns
 from seedance.engine.adapter import EngineState
 from seedance.engine.channel import (
     Abort,
@@ -94,6 +96,8 @@ class EngineClient:
         self._queue = StartQueue()
         self._texts: Sequence[Entry] = ()
         self._plain_streams = PlainStreams(plain_frame)
+        self._event_columns = EventColumns()
+        self._columns: tuple[StreamColumns, ...] = (self._event_columns, self._plain_streams)
         self.fm_columns = FmColumns(driver.send_each)
         self._bypassed: dict[int, Stream] = {}  # by descriptor
         self._flow: Flow | None = None
@@ -109,7 +113,8 @@ class EngineClient:
         """
         if self._texts is not entries:
             self._texts = entries
-            self._plain_streams.use_vocabulary(len(entries))
+            for columns in self._columns:
+                columns.use_vocabulary(len(entries))
             self.fm_columns.use_vocabulary(entries)
             for stream in self._streams.values():
                 stream.plain = stream.plain and stream.detokenizer.entries is entries
@@ -184,19 +189,34 @@ class EngineClient:
             self._held_until_s = self._clock() + HOLD_S
         self._held.update((stream.number, stream) for stream in streams)
 
-    def bypass(self, stream: Stream, fd: int, fell_behind: Callable[[int], None]) -> None:
-        """Send what `plain_frame` makes of a plain token's text straight to the flow of `fd`, past the stream's sink.
+    def bypass(
+        self,
+        stream: Stream,
+        fd: int,
+        fell_behind: Callable[[int], None],
+        around_text: tuple[bytes, bytes] | None = None,
+    ) -> None:
+        """Send a plain token's frame straight to the flow of `fd`, past the stream's sink.
 
-        `fell_behind` is told how many bytes wait there. No other stream may have the same flow for this.
+        That is what `plain_frame` makes of its text or, with what stands `around_text` in them, an event in an HTTP
+        chunk. `fell_behind` is told how many bytes wait there. No other stream may have the same flow for this.
         """
-        if self._streams.get(stream.number) is stream and self._plain_streams.add(stream.number, fd):
-            stream.bypass_fd, stream.fell_behind = fd, fell_behind
+        if self._streams.get(stream.number) is not stream:
+            return
+        if around_text is None:
+            columns: StreamColumns = self._plain_streams
+            is_in = columns.add(stream.number, fd)
+        else:
+            columns = self._event_columns
+            is_in = self._event_columns.add_stream(stream.number, fd, *around_text)
+        if is_in:
+            stream.columns, stream.bypass_fd, stream.fell_behind = columns, fd, fell_behind
             self._bypassed[fd] = stream
             self._choose_way(stream)
 
     def _choose_way(self, stream: Stream) -> None:
-        if stream.bypass_fd >= 0:
-            self._plain_streams.set_plain(stream.number, stream.plain)
+        if stream.columns is not None:
+            stream.columns.set_plain(stream.number, stream.plain)
         elif stream.in_columns:
             self.fm_columns.set_plain(stream.number, stream.plain)
 
@@ -251,9 +271,9 @@ class EngineClient:
         self._held.pop(stream.number, None)
         if stream.in_columns:
             self.fm_columns.send_back(stream.number)
-        if stream.bypass_fd >= 0:
+        if stream.columns is not None:
             del self._bypassed[stream.bypass_fd]
-            stream.output_tokens += self._plain_streams.remove(stream.number)
+            stream.output_tokens += stream.columns.remove(stream.number)
         self._limiter.stream_ended()
         return True
 
@@ -341,8 +361,8 @@ class EngineClient:
             if stream.plain and token_id <= last:
                 text = texts[token_id]
                 if isinstance(text, str):
-                    if text and stream.bypass_fd >= 0:
-                        self._plain_streams.learn(token_id, text)
+                    if text and stream.columns is not None:
+                        stream.columns.learn(number, token_id, text)
                     if text or stream.tells_each:
                         stream.sink.text_arrived(text)
                     continue
@@ -399,13 +419,17 @@ class EngineClient:
         if len(batch.singles) < fewest * _PAIR_BYTES:
             return 0, batch.pairs()
         flat = np.frombuffer(batch.singles, np.uint32)
-        sends, numbers, token_ids = self._plain_streams.take(flat[0::2], flat[1::2])
+        numbers, token_ids = flat[0::2], flat[1::2]
         tokens = 0
-        if sends is not None:
-            tokens = len(sends.fds)
-            self._send_past_sinks(sends)
-        if not len(numbers):
-            return tokens, ()
+        for columns in self._columns:
+            if not len(columns):
+                continue
+            sends, numbers, token_ids = columns.take(numbers, token_ids)
+            if sends is not None:
+                tokens += len(sends.fds)
+                self._send_past_sinks(sends)
+            if not len(numbers):
+                return tokens, ()
         taken, numbers, token_ids = self.fm_columns.take(numbers, token_ids)
         return tokens + taken, zip(numbers.tolist(), token_ids.tolist(), strict=True)
 

@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seedance.daemon.decoder_table import Entry
-from seedance.daemon.plain_streams import ROWS, Sends
 from seedance.daemon.protocol.fm_frame import HEADER_BYTES, TOKENS_PREFIX_BYTES, tokens_frame
 from seedance.daemon.protocol.fm_messages import RING_FRAMES
 from seedance.daemon.protocol.fm_server import Lent
 from seedance.daemon.protocol.frame import SHORT_HEADER_BYTES, frame_binary
 from seedance.daemon.ring.frame_store import StoredFrames
+from seedance.daemon.stream_columns import ROWS, Sends
 
 TEXT_BYTES: Final = 40
 """Longer texts go the other way."""

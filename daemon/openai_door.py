@@ -207,6 +207,12 @@ class _StreamedAnswer(_OpenAIAnswer):
         """Send an event."""
         self._output.write(event)
 
+    def bypass(self, exchange: Exchange, template: EventTemplate) -> None:
+        """Have plain tokens of the only stream go straight to the connection's flow, which takes HTTP chunks."""
+        if len(self.streams) == 1:
+            around_text = template.before, template.behind
+            self._service.engine.bypass(self.streams[0], exchange.flow.fd, exchange.fell_behind, around_text)
+
     def last_event(self, builder: ChatStream | CompletionStream, reason: FinishReason) -> bytes:
         """Return the last event of a choice."""
         if reason is FinishReason.QUOTA_EXCEEDED:
@@ -296,6 +302,8 @@ class _DirectSink(_EventSink):
     def started(self, stream: Stream) -> None:
         self._chunked = self._exchange.chunked  # it is known now how the response is framed
         stream.tells_each = True  # clients take the time between events for that between tokens
+        if self._chunked:
+            self._answer.bypass(self._exchange, self._template)
 
     def text_arrived(self, text: str) -> None:
         # The hot path: past the connection, straight to its flow.

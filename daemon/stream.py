@@ -9,6 +9,7 @@ from typing import Protocol
 from seedance.daemon.detokenizer import Detokenizer
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.stop_strings import StopDetokenizer
+from seedance.daemon.stream_columns import StreamColumns
 from seedance.engine.request import NOT_URGENT, FinishReason, Sampling, TokenLogprobs
 
 
@@ -39,13 +40,13 @@ class Stream:
     """One generation on its way to one sink; `number` is its name on the engine channel.
 
     A token of `hidden_token_ids` that ends the stream counts, but has no text. `plain` says that a token with a text of
-    its own stands for just that text: nothing is held back before it, nothing is looked for in it. `bypass_fd` is the
-    descriptor of the flow that takes such a token's frame past the sink (see `EngineClient.bypass`), -1 for none.
-    `output_tokens` lacks the tokens that went this way until the stream has left the engine client. `in_columns` says
-    that its session's TOKENS are made with those of others (`fm_columns`); it lacks those, too, until the stream is
-    out of there. `is_paused` says that the engine was told to leave it out, `is_sampled` that its tokens are drawn by
-    chance. `tells_each` says that its sink is to hear of each token that comes, of one that brings no text by an empty
-    one. `tokens` names what its token ids mean (`ModelInfo.tokens`).
+    its own stands for just that text: nothing is held back before it, nothing is looked for in it. With `columns` such
+    a token's frame goes past the sink, to the flow of `bypass_fd` (see `EngineClient.bypass`). `output_tokens` lacks
+    the tokens that went this way until the stream has left the engine client. `in_columns` says that its session's
+    TOKENS are made with those of others (`fm_columns`); it lacks those, too, until the stream is out of there.
+    `is_paused` says that the engine was told to leave it out, `is_sampled` that its tokens are drawn by chance.
+    `tells_each` says that its sink is to hear of each token that comes, of one that brings no text by an empty one.
+    `tokens` names what its token ids mean (`ModelInfo.tokens`).
 
     `prompt_token_ids`, `sampling`, and `token_ids` of all that came (see `emitted`) are what another engine goes on
     from. `is_kept` says that it waits for one for as long as it takes, `is_resumed` that one has been asked to.
@@ -57,6 +58,7 @@ class Stream:
         "cached_tokens",
         "charged_at",
         "charged_tokens",
+        "columns",
         "detokenizer",
         "fell_behind",
         "hidden_token_ids",
@@ -88,6 +90,7 @@ class Stream:
         self.stop = stop
         self.plain = stop is None and detokenizer.is_plain
         self.in_columns = self.is_paused = self.is_kept = self.is_resumed = self.is_sampled = self.tells_each = False
+        self.columns: StreamColumns | None = None
         self.bypass_fd = -1
         self.fell_behind: Callable[[int], None] = _nobody
         self.output_tokens = 0

@@ -71,17 +71,18 @@ class EventTemplate:
     """Events that differ in one place: everything else is put together once.
 
     `prefix` and `suffix` surround the part that changes, usually a JSON string with its quotes. None of the three may
-    contain a line break; JSON without indentation never does. Only the constant parts are checked.
+    contain a line break; JSON without indentation never does. Only the constant parts are checked. `before` and
+    `behind` are what surrounds it in the event.
     """
 
-    __slots__ = ("_bare", "_framed", "_overhead")
+    __slots__ = ("_bare", "_framed", "_overhead", "before", "behind")
 
     def __init__(self, prefix: bytes, suffix: bytes) -> None:
         if _LINE_BREAK.search(prefix + suffix):
             raise LocalProtocolError("cannot build an event template with a line break in it")
-        before, after = b"data: " + prefix, suffix + b"\n\n"
-        self._overhead = len(before) + len(after)
-        self._bare = before.replace(b"%", b"%%") + b"%b" + after.replace(b"%", b"%%")
+        self.before, self.behind = b"data: " + prefix, suffix + b"\n\n"
+        self._overhead = len(self.before) + len(self.behind)
+        self._bare = self.before.replace(b"%", b"%%") + b"%b" + self.behind.replace(b"%", b"%%")
         self._framed = b"%x\r\n" + self._bare + b"\r\n"
 
     def event(self, text: bytes) -> bytes:

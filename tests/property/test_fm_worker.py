@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fm_worker import FmPeer, FmWorker
 
-from seedance.daemon.plain_streams import FEWEST
 from seedance.daemon.protocol.fm_messages import Cancel, End, Infer
 from seedance.daemon.protocol.fm_states import State
+from seedance.daemon.stream_columns import FEWEST
 from seedance.engine.channel import Abort, SetPaused, Submit
 from seedance.engine.request import FinishReason
 

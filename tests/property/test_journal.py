@@ -15,8 +15,8 @@ from support.ruled_engine import RuledEngine, expected_ids, expected_text
 
 from seedance.daemon import shared_log
 from seedance.daemon.fm_answer import FmAnswer
-from seedance.daemon.plain_streams import FEWEST
 from seedance.daemon.protocol.fm_messages import Accept, Error, Infer, Modality, Part
+from seedance.daemon.stream_columns import FEWEST
 
 LENGTH = st.integers(1, 40)
 PARTS = 3

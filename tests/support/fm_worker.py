@@ -14,7 +14,6 @@ from seedance.daemon.engine_client import EngineClient
 from seedance.daemon.fm_sessions import FmSessions
 from seedance.daemon.fm_streams import FmSession
 from seedance.daemon.journal import Journal
-from seedance.daemon.plain_streams import FEWEST
 from seedance.daemon.protocol.fm_client import ClientSession
 from seedance.daemon.protocol.fm_logprobs import Candidate, ScoredTokens
 from seedance.daemon.protocol.fm_messages import Accept, End, Error, Hello, Infer, Message, Note, Tokens
@@ -23,6 +22,7 @@ from seedance.daemon.protocol.fm_session import Options
 from seedance.daemon.ring.frame_store import StoredFrames
 from seedance.daemon.service import Service
 from seedance.daemon.shared_log import SharedLog
+from seedance.daemon.stream_columns import FEWEST
 from seedance.engine.adapter import EngineState
 from seedance.engine.channel import Batch, Delta, EngineChanged, Receiver, ToHost, encode, pack_singles
 from seedance.engine.request import FinishReason, ModelInfo

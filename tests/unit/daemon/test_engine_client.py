@@ -9,9 +9,9 @@ from seedance.daemon import tokenizer
 from seedance.daemon.detokenizer import Vocabulary, table_vocabulary
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.engine_client import HOLD_S, EngineClient
-from seedance.daemon.plain_streams import FEWEST
 from seedance.daemon.stop_strings import StopDetokenizer
 from seedance.daemon.stream import Stream
+from seedance.daemon.stream_columns import FEWEST
 from seedance.engine.channel import (
     Abort,
     Batch,

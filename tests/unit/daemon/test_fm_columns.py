@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from seedance.daemon.decoder_table import Entry
 from seedance.daemon.fm_columns import TEXT_BYTES, FmColumns, Frames
-from seedance.daemon.plain_streams import ROWS
 from seedance.daemon.protocol.fm_frame import tokens_frame, tokens_prefix
 from seedance.daemon.protocol.fm_server import Lent
 from seedance.daemon.protocol.frame import frame_binary
 from seedance.daemon.ring.frame_store import StoredFrames
+from seedance.daemon.stream_columns import ROWS
 
 ENTRIES: list[Entry] = ["", b"\xf0\x9f", "x" * (TEXT_BYTES + 1), *(f"{'é' * (n % 9)}{n}" for n in range(3, 40))]
 PLAIN = range(3, len(ENTRIES))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from numpy.typing import NDArray
 
-from seedance.daemon.plain_streams import FEWEST, ROWS, PlainStreams
+from seedance.daemon.plain_streams import PlainStreams
+from seedance.daemon.stream_columns import FEWEST, ROWS
 
 TOKENS = 50
 SENT = st.dictionaries(st.integers(1, 200), st.integers(0, 2 * TOKENS), min_size=FEWEST, max_size=150)
@@ -40,7 +41,7 @@ def test_what_is_known_and_plain_goes_straight(
         assert plain.add(number, 1000 + number)
         plain.set_plain(number, number % 3 != 0)
     for token_id in tokens:
-        plain.learn(token_id, f"text {token_id}")
+        plain.learn(0, token_id, f"text {token_id}")
     counts = dict.fromkeys(known, 0)
     for pairs in batches:
         straight = {n: t for n, t in pairs.items() if n in known and n % 3 and t in tokens}
@@ -88,7 +89,7 @@ class SameStreams(RuleBasedStateMachine):
 
     @rule(token_id=st.just(0))
     def learn(self, token_id: int) -> None:
-        self.plain.learn(token_id, f"text {token_id}")
+        self.plain.learn(0, token_id, f"text {token_id}")
         self.known.add(token_id)
 
     @rule(
@@ -114,7 +115,7 @@ def test_a_row_has_one_stream() -> None:
     assert plain.add(5, 10)
     assert not plain.add(5 + ROWS, 11)
     plain.set_plain(5, True)
-    plain.learn(1, "x")
+    plain.learn(0, 1, "x")
     others = dict.fromkeys(range(5 + ROWS, 5 + ROWS + FEWEST), 1)
     assert taken(plain, others) == ([], others), "another stream's tokens, on the same row"
     assert plain.remove(5) == 0
@@ -123,7 +124,7 @@ def test_a_row_has_one_stream() -> None:
 
 def test_a_row_begins_anew() -> None:
     plain = made()
-    plain.learn(1, "x")
+    plain.learn(0, 1, "x")
     pairs = dict.fromkeys(range(1, FEWEST + 1), 1)
     for number in pairs:
         plain.add(number, number)
@@ -142,11 +143,11 @@ def test_another_vocabulary_has_other_frames() -> None:
         plain.add(number, number)
         plain.set_plain(number, True)
     for token_id in range(3):
-        plain.learn(token_id, "old")
+        plain.learn(0, token_id, "old")
     sends, *_ = plain.take(*columns(pairs))
     plain.use_vocabulary(2)
     assert taken(plain, pairs) == ([], pairs)
-    plain.learn(0, "new")
+    plain.learn(0, 0, "new")
     assert taken(plain, pairs)[0] == [(number, b"<new>") for number in pairs if number % 3 == 0]
     assert sends is not None, "what was taken before stays as it was"
     assert {frame for _, frame in sends.frames.to(sends.fds)} == {b"<old>"}
@@ -156,8 +157,8 @@ def test_a_frame_is_made_once() -> None:
     texts: list[str] = []
     plain = PlainStreams(lambda text: texts.append(text) or text.encode())  # type: ignore[func-returns-value]
     plain.use_vocabulary(2)
-    plain.learn(1, "x")
-    plain.learn(1, "x")
+    plain.learn(0, 1, "x")
+    plain.learn(0, 1, "x")
     assert texts == ["x"]
     with pytest.raises(IndexError):
-        plain.learn(3, "not in the vocabulary")
+        plain.learn(0, 3, "not in the vocabulary")
