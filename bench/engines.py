@@ -11,7 +11,7 @@ from pathlib import Path
 from support.tiny_model import VOCAB_SIZE, tiny_model
 
 from bench.report import say
-from seedance.engine.adapter import EngineState, Output
+from seedance.engine.adapter import EngineState, Output, outputs_of
 from seedance.engine.ledger import EngineRecord, Ledger
 from seedance.engine.request import Sampling, TenantContext
 from seedance.engine.scheduling import NOTHING_COUNTED, TenantLimits, TenantStatistics
@@ -112,10 +112,10 @@ class BenchEngine:
         """Return the scheduler's record of the engine."""
         return self.ledger.engine() or EngineRecord()
 
-    def step_completed(self, outputs: Sequence[Output]) -> None:
+    def step_completed(self, outputs: Sequence[Output], singles: bytes = b"") -> None:
         """See `EngineEvents`."""
         now_s = time.perf_counter()
-        for output in outputs:
+        for output in (*outputs, *outputs_of(singles)):
             request = self._requests.get(output.key)
             if request is None:
                 continue

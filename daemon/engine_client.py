@@ -15,7 +15,6 @@ import numpy as np
 
 from seedance.daemon.decoder_table import Entry
 from seedance.daemon.doors.errors import ApiError
-from seedance.daemon.emitted import Emitted
 from seedance.daemon.event_columns import EventColumns
 from seedance.daemon.fm_columns import FmColumns
 from seedance.daemon.journal import Journal
@@ -42,6 +41,7 @@ from seedance.engine.channel import (
     encode,
     pack_singles,
 )
+from seedance.engine.emitted import Emitted
 from seedance.engine.failover import CONTINUED, RESTARTING
 from seedance.engine.request import NOT_URGENT, FinishReason, Sampling, Urgency
 from seedance.errors import RemoteProtocolError
@@ -346,7 +346,7 @@ class EngineClient:
 
     def _step_completed(self, batch: Batch) -> None:  # noqa: C901 - calls would cost more than what they would hide
         # Each token of each stream passes through here; with many streams nearly all of them go past their sinks.
-        self._emitted.add(batch)
+        self._emitted.add(batch.singles, [(delta.stream, delta.token_ids) for delta in batch.deltas])
         if self._journal.streams:
             self._journal.tokens(batch)
         tokens, others = self._past_sinks(batch)
@@ -392,7 +392,7 @@ class EngineClient:
     def _within_quota(self, batch: Batch) -> Batch:
         """Return a batch without what the quota has no room for."""
         remaining = self._limiter.remaining(self._clock())
-        if remaining is None or remaining >= len(batch.singles) // 8 + sum(len(d.token_ids) for d in batch.deltas):
+        if remaining is None or remaining >= batch.tokens:
             return batch
         return self._first_tokens(batch, remaining)
 

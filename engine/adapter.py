@@ -6,8 +6,9 @@ outputs of one engine step in one call.
 
 from __future__ import annotations
 
+import array
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -51,12 +52,27 @@ class Output(msgspec.Struct, array_like=True):
     cached_tokens: int = 0
     error: str | None = None
 
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one token and nothing else."""
+        return len(self.token_ids) == 1 and not (self.finish_reason or self.cached_tokens or self.logprobs)
+
+
+def outputs_of(singles: bytes) -> Iterator[Output]:
+    """Return the outputs that `singles` stand for; see `EngineEvents.step_completed`."""
+    flat = iter(array.array("I", singles))
+    return (Output(key, [token_id]) for key, token_id in zip(flat, flat, strict=True))
+
 
 class EngineEvents(Protocol):
     """What the host does with an adapter's news; called from the event loop."""
 
-    def step_completed(self, outputs: Sequence[Output]) -> None:
-        """Take the outputs of one engine step, in the engine's order."""
+    def step_completed(self, outputs: Sequence[Output], singles: bytes = b"") -> None:
+        """Take the outputs of one engine step, in the engine's order.
+
+        `singles` holds the generations that got one token and nothing else, as far as they are not among the outputs:
+        pairs of key and token id, unsigned 32 bits in the machine's order.
+        """
 
     def state_changed(self, state: EngineState, detail: str) -> None:
         """Take a new state; with DEAD every generation is lost and no further output comes for it."""

@@ -18,6 +18,7 @@ from seedance.errors import RemoteProtocolError
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 _HEADER: Final = 4
+_PAIR_BYTES: Final = 8
 
 StreamNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 if TYPE_CHECKING:
@@ -85,6 +86,11 @@ class Batch(msgspec.Struct, tag=3, array_like=True):
 
     deltas: list[Delta]
     singles: bytes = b""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are in it."""
+        return len(self.singles) // _PAIR_BYTES + sum(len(delta.token_ids) for delta in self.deltas)
 
     def pairs(self) -> Iterator[tuple[int, int]]:
         """Iterate over `singles`: stream, token id."""

@@ -63,8 +63,8 @@ class Role(enum.StrEnum):
 class EnginesOwner(Protocol):
     """What the host does with the news of its engines."""
 
-    def step_completed(self, outputs: Sequence[Output]) -> None:
-        """Take the outputs of one step of any engine."""
+    def step_completed(self, outputs: Sequence[Output], singles: bytes = b"") -> None:
+        """Take what one step of any engine brought; see `EngineEvents`."""
 
     def state_changed(self, state: EngineState, detail: str, note: str = "") -> None:
         """Take the state of all engines together: READY while one is active, RECOVERING until the next is.
@@ -112,9 +112,7 @@ class Engine:
         self.figures = ""
         self.ready_s = 0.0
         self._owner = owner
-        self.step_completed: Callable[[Sequence[Output]], None] = (
-            owner.step_completed
-        )  # not a method: this is the way of every token
+        self.step_completed: Callable[..., None] = owner.step_completed  # not a method: this is the way of every token
 
     @property
     def row(self) -> int:

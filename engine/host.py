@@ -9,6 +9,7 @@ supervisor's business, which shares our terminal.
 from __future__ import annotations
 
 import argparse
+import array
 import asyncio
 import contextlib
 import logging
@@ -20,9 +21,10 @@ from typing import Final
 
 from seedance.engine import failover, host_link
 from seedance.engine.adapter import EngineState, EngineStatistics, Output
-from seedance.engine.channel import Abort, Delta, EngineChanged, ModelPrepared, Refused, Submit, ToHost
+from seedance.engine.channel import Abort, Delta, EngineChanged, ModelPrepared, Refused, Submit, ToHost, pack_singles
 from seedance.engine.engine_queue import EngineQueue
 from seedance.engine.engines import Engine, Engines, Role
+from seedance.engine.generations import Generations
 from seedance.engine.host_channel import Channel, Generation, by_engine
 from seedance.engine.host_loads import HostLoads
 from seedance.engine.ledger import STREAMS, Ledger
@@ -72,8 +74,7 @@ class EngineHost:
         self._queue = EngineQueue(0)
         self._recorder: Recorder | None = None
         self._channels: dict[int, Channel] = {}
-        self._generations: dict[int, Generation] = {}
-        self._key = 0
+        self._generations = Generations()
         self._loads: HostLoads | None = None
         self._link = PacketSocket(control, loop, self._packet_received, self.stop)
 
@@ -103,38 +104,39 @@ class EngineHost:
 
     # The engine's news.
 
-    def step_completed(self, outputs: Sequence[Output]) -> None:
-        """Hand out the outputs of one engine step; the lists in them belong to the host from here."""
+    def step_completed(self, outputs: Sequence[Output], singles: bytes = b"") -> None:
+        """Hand out what one engine step brought; the lists in it belong to the host from here."""
         generations = self._generations
         if self._queue:
-            self._queue.started((output.key for output in outputs), self._loop.time())
+            keys = [*(output.key for output in outputs), *array.array("I", singles)[::2]]
+            self._queue.started(keys, self._loop.time())
             self._tell_queue()
-        touched: list[Channel] = []
-        for output in outputs:
+        others = [output for output in outputs if not output.is_single]
+        if len(others) < len(outputs):
+            more = (part for output in outputs if output.is_single for part in (output.key, output.token_ids[0]))
+            singles += pack_singles(more)
+        generations.brought(singles, others)
+        touched: set[Channel] = set()
+        for channel, pairs in generations.by_channel(singles) if singles else ():
+            channel.singles = pairs
+            touched.add(channel)
+        for output in others:
             generation = generations.get(output.key)
             if generation is None:  # aborted while the step ran
                 continue
-            channel = generation.channel
-            token_ids = output.token_ids
-            generation.token_ids.fromlist(token_ids)
-            if not channel.deltas and not channel.singles:
-                touched.append(channel)
-            if len(token_ids) == 1 and not (output.finish_reason or output.cached_tokens or output.logprobs):
-                channel.singles += (generation.stream, token_ids[0])
-                continue
-            channel.deltas.append(
+            generation.channel.deltas.append(
                 Delta(
                     generation.stream,
-                    token_ids,
+                    output.token_ids,
                     output.finish_reason,
                     output.logprobs,
                     output.cached_tokens,
                     output.error,
                 )
             )
+            touched.add(generation.channel)
             if output.finish_reason is not None:
-                del generations[output.key]
-                del channel.generations[generation.stream]
+                self._remove(generation)
                 if self._recorder is not None:
                     self._recorder.ended(output.key)
         for channel in touched:
@@ -147,7 +149,7 @@ class EngineHost:
             self._model = engine.model
         if state is EngineState.DEAD:
             self._model = None
-            self._abort(list(self._generations.values()))
+            self._abort(list(self._generations))
         self._state = state
         self._detail = detail[:_DETAIL_CHARACTERS]
         log.info("engine is %s%s", state, f": {self._detail}" if detail else "")
@@ -157,7 +159,7 @@ class EngineHost:
 
     def engine_ended(self, engine: Engine) -> None:
         """Let the generations of a dead engine wait for the next one, but those that have seen too many die."""
-        lost = [generation for generation in self._generations.values() if generation.engine is engine]
+        lost = [generation for generation in self._generations if generation.engine is engine]
         for generation in lost:
             generation.engine = None
             generation.deaths += 1
@@ -167,19 +169,21 @@ class EngineHost:
 
     def engine_left(self, engine: Engine) -> None:
         """Let the generations of an engine that was stopped wait for the next one."""
-        for generation in self._generations.values():
+        for generation in self._generations:
             if generation.engine is engine:
                 generation.engine = None
 
     def engine_takes(self, engine: Engine) -> None:
         """Have an engine go on with all that waits for one."""
-        waiting = [generation for generation in self._generations.values() if generation.engine is None]
+        self._generations.fold()
+        waiting = [generation for generation in self._generations if generation.engine is None]
         for generation in failover.in_order(waiting):
             self._go_on(generation, engine)
 
     def move(self, source: Engine, target: Engine) -> None:
         """Have another engine go on with what one runs."""
-        moving = [generation for generation in self._generations.values() if generation.engine is source]
+        self._generations.fold()
+        moving = [generation for generation in self._generations if generation.engine is source]
         source.adapter.abort([generation.key for generation in moving])
         for generation in failover.in_order(moving):
             generation.engine = None
@@ -273,13 +277,8 @@ class EngineHost:
         return self._submit(channel, message, engine)
 
     def _free_key(self) -> int:
-        key = self._key
         assert self.engines is not None
-        unclaimed = [engine.adapter.unclaimed for engine in self.engines.all]
-        while key in self._generations or any(key in keys for keys in unclaimed):
-            key = (key + 1) % STREAMS
-        self._key = (key + 1) % STREAMS
-        return key
+        return self._generations.free_key([engine.adapter.unclaimed for engine in self.engines.all])
 
     def _submit(self, channel: Channel, message: Submit, engine: Engine | None) -> EngineError | None:
         generation = Generation(self._free_key(), channel, message)
@@ -295,7 +294,7 @@ class EngineHost:
         if generation.is_over:
             return None
         key = generation.key
-        self._generations[key] = channel.generations[message.stream] = generation
+        self._generations.add(generation)
         self._queue.joined(key, channel.tenant.name)
         if self._recorder is not None:
             prompt_tokens, most = len(message.prompt_token_ids), message.sampling.max_tokens
@@ -330,14 +329,17 @@ class EngineHost:
         for engine, keys in by_engine(generations):
             engine.adapter.abort(keys)
         for generation in generations:
-            del self._generations[generation.key]
-            del generation.channel.generations[generation.stream]
+            self._remove(generation)
         self._forget([generation.key for generation in generations])
 
     def _forget_one(self, generation: Generation) -> None:
-        del self._generations[generation.key]
-        del generation.channel.generations[generation.stream]
+        self._remove(generation)
         self._forget([generation.key])
+
+    def _remove(self, generation: Generation) -> None:
+        if self._recorder is not None:
+            self._generations.fold()  # its length goes into the trace
+        self._generations.remove(generation)
 
     def _forget(self, keys: Iterable[int]) -> None:
         """Let generations that ended without a last output go from the queue and into the trace."""

@@ -25,7 +25,6 @@ from seedance.engine.channel import (
     Submit,
     ToHost,
     encode,
-    pack_singles,
 )
 from seedance.engine.host_link import ChannelStatistics
 from seedance.engine.request import TenantContext
@@ -105,8 +104,8 @@ class ChannelOwner(Protocol):
 class Channel:
     """The host's end of one channel; it owns the socket.
 
-    `generations` (by stream number), `deltas` and `singles` (of the engine step in hand, the latter as stream, token,
-    stream, token …) are the owner's to fill.
+    `generations` (by stream number), `deltas` and `singles` (of the engine step in hand, as in `channel.Batch`) are the
+    owner's to fill.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Channel:
         self.tenant = tenant
         self.generations: dict[int, Generation] = {}
         self.deltas: list[Delta] = []
-        self.singles: list[int] = []
+        self.singles = b""
         self._sock = sock
         self._fd = sock.fileno()
         self._loop = loop
@@ -137,17 +136,15 @@ class Channel:
 
     def flush(self) -> None:
         """Send the deltas of the step in hand as one batch, or merge them into the backlog."""
-        deltas, self.deltas = self.deltas, []
-        singles, self.singles = self.singles, []
-        self._tokens += len(singles) // 2
-        for delta in deltas:
-            self._tokens += len(delta.token_ids)
+        batch = Batch(self.deltas, self.singles)
+        self.deltas, self.singles = [], b""
+        self._tokens += batch.tokens
         if self._unsent:
-            pairs = zip(singles[::2], singles[1::2], strict=True)
-            self._backlog.add_deltas([*deltas, *(Delta(stream, [token_id]) for stream, token_id in pairs)])
+            singles = (Delta(stream, [token_id]) for stream, token_id in batch.pairs())
+            self._backlog.add_deltas([*batch.deltas, *singles])
         elif self._open:
             self._batches += 1
-            self._send(encode(Batch(deltas, pack_singles(singles))))
+            self._send(encode(batch))
 
     def send(self, message: EngineChanged | Refused | QueueBound | ModelComing | Noted) -> None:
         """Send a message after all that was sent before."""

@@ -10,6 +10,7 @@ from typing import Final
 from seedance.engine import failover
 from seedance.engine.channel import ModelComing, ModelPrepared, Noted
 from seedance.engine.engines import Engine, Engines
+from seedance.engine.generations import Generations
 from seedance.engine.host_channel import Channel, Generation
 from seedance.engine.host_link import CancelLoad, LoadChanged, LoadModel, ModelReady
 from seedance.engine.model_load import LoadState
@@ -22,13 +23,13 @@ _LOOK_S: Final = 0.2
 
 
 class HostLoads:
-    """What a host does for loads. Channels (by number) and generations (by key) stay the host's."""
+    """What a host does for loads. Channels (by number) and generations stay the host's."""
 
     def __init__(
         self,
         engines: Engines,
         channels: Mapping[int, Channel],
-        generations: Mapping[int, Generation],
+        generations: Generations,
         tell: Callable[[LoadChanged], None],
         free_key: Callable[[], int],
         move: Callable[[Engine, Engine], None],
@@ -100,10 +101,11 @@ class HostLoads:
 
     def running(self, engine: Engine) -> int:
         """See `SwapHost`."""
-        return sum(generation.engine is engine for generation in self._generations.values())
+        return sum(generation.engine is engine for generation in self._generations)
 
     def tell_replaced(self, engine: Engine) -> None:
         """See `SwapHost`."""
+        self._generations.fold()
         for channel in self._channels.values():
             streams = [g.stream for g in channel.generations.values() if g.engine is engine and g.token_ids]
             if streams:
@@ -111,7 +113,7 @@ class HostLoads:
 
     def drop(self, engine: Engine, error: EngineError) -> None:
         """See `SwapHost`."""
-        dropped = [generation for generation in self._generations.values() if generation.engine is engine]
+        dropped = [generation for generation in self._generations if generation.engine is engine]
         engine.adapter.abort([generation.key for generation in dropped])
         for generation in dropped:
             self._fail(generation, error)

@@ -24,7 +24,7 @@ import zmq
 
 from seedance.engine import vllm_control as control
 from seedance.engine import vllm_wire as wire
-from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics, Output
+from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics, Output, outputs_of
 from seedance.engine.ledger import Ledger
 from seedance.engine.request import NOT_URGENT, ModelInfo, Sampling, TenantContext, Urgency
 from seedance.engine.survivors import Survivors
@@ -44,6 +44,7 @@ _CONNECT_S: Final = 0.005
 CLAIM_S: Final = 5.0
 """So long workers have, which are at hand, to ask for what an engine went on with."""
 _MIB: Final = 1 << 20
+_PAIR_BYTES: Final = 8
 
 logger = logging.getLogger(__name__)
 N = TypeVar("N")
@@ -333,7 +334,7 @@ class VllmAdapter:
     def _message_arrived(self, frames: Sequence[bytes]) -> None:
         assert self._connection is not None
         try:
-            outputs, reply, dead = self._connection.receive(frames)
+            outputs, reply, dead, singles = self._connection.receive(frames)
         except (msgspec.DecodeError, ValueError, TypeError, LookupError) as exc:
             self._died(f"it sent what cannot be read ({exc})")
             return
@@ -342,16 +343,21 @@ class VllmAdapter:
             return
         if reply is not None:
             self._answered(reply)
-        if self._unclaimed:
-            outputs = self._unclaimed.take(outputs)
-        if outputs and self._state is EngineState.READY:
+        outputs, singles = self._unclaimed_kept(outputs, singles)
+        if (outputs or singles) and self._state is EngineState.READY:
             self._steps += 1
-            self._tokens += sum(len(output.token_ids) for output in outputs)
-            self._events.step_completed(outputs)
+            self._tokens += len(singles) // _PAIR_BYTES + sum(len(output.token_ids) for output in outputs)
+            self._events.step_completed(outputs, singles)
         elif outputs:
             for output in outputs:
                 if output.finish_reason is not None:
                     self._news.put_nowait(output)
+
+    def _unclaimed_kept(self, outputs: list[Output], singles: bytes) -> tuple[list[Output], bytes]:
+        """Keep what a step has brought for those whom nobody has claimed; return the rest of it."""
+        if not self._unclaimed:
+            return outputs, singles
+        return self._unclaimed.take([*outputs, *outputs_of(singles)]), b""
 
     def _answered(self, reply: wire.UtilityOutput) -> None:
         answer = self._calls.get(reply.call_id)
@@ -400,10 +406,10 @@ class VllmAdapter:
             return
         with contextlib.suppress(msgspec.DecodeError, ValueError, TypeError, LookupError):
             for frames in self._sockets.rest():
-                outputs, _, _ = self._connection.receive(frames)
-                outputs = self._unclaimed.take(outputs)
-                if outputs:
-                    self._events.step_completed(outputs)
+                outputs, _, _, singles = self._connection.receive(frames)
+                outputs, singles = self._unclaimed_kept(outputs, singles)
+                if outputs or singles:
+                    self._events.step_completed(outputs, singles)
 
     def _end(self, state: EngineState, text: str) -> EngineDead:
         if self._state not in {EngineState.STARTING, EngineState.READY}:

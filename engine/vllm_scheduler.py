@@ -31,7 +31,7 @@ from seedance.engine.scheduling import PolicySettings, Step
 from seedance.engine.token_scheduler import TokenScheduler
 from seedance.engine.vllm_continue import begin_behind
 from seedance.engine.vllm_sampling import URGENCY_KEY
-from seedance.engine.vllm_wire import QUOTA_KEY
+from seedance.engine.vllm_wire import QUOTA_KEY, pack_singles, parse_name
 from seedance.errors import EngineDead, EngineError
 
 _VERSION: Final = "0.32.0"
@@ -107,6 +107,16 @@ _REQUEST_FIELDS: Final = (
 _REQUEST_MEMBERS: Final = ("append_output_token_ids", "num_output_tokens", "num_tokens")
 
 
+def _is_single(output: Any) -> bool:
+    """Return whether of what the host reads of an output there is nothing but one token."""
+    return (
+        output.finish_reason is None
+        and output.prefill_stats is None
+        and output.new_logprobs is None
+        and len(output.new_token_ids) == 1
+    )
+
+
 def check_scheduler(base: type, request: type, version: str) -> None:
     """Raise EngineDead when vLLM's scheduler, or its request, is not the one that this module was written for."""
     stored = set(inspect.getattr_static(base, "__init__").__code__.co_names)
@@ -166,6 +176,8 @@ class TokenSteps(_Scheduler):
     known: Known
     ledger: Ledger
     step_target_s: float
+    fewest_packed = 16
+    """Fewer outputs of a step than that are not worth the packing, here and in the host."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -179,6 +191,7 @@ class TokenSteps(_Scheduler):
         )
         self._free_blocks_now = pool.get_num_free_blocks
         self._tokens = TokenScheduler(settings, self.ledger, time.monotonic())
+        self._names: dict[str, tuple[int, int]] = {}  # key and serial number of each request
         self._parked: dict[str, Any] = {}
         self._unready: dict[str, Any] = {}  # wait for their grammar
         self._held: dict[str, int] = {}
@@ -191,6 +204,7 @@ class TokenSteps(_Scheduler):
     def add_request(self, request: Any) -> None:
         """Park a new request, or wait for what must be compiled for it."""
         begin_behind(request)
+        self._names[request.request_id] = parse_name(request.request_id)
         super().add_request(request)
         self.waiting.remove_request(request)
         if self._is_blocked_waiting_status(request.status):
@@ -201,7 +215,7 @@ class TokenSteps(_Scheduler):
     def _submit(self, request: Any) -> None:
         key = request.request_id
         extra = request.sampling_params.extra_args or {}
-        stream = int(key.partition(".")[0])
+        stream, _ = self._names[key]
         tokens = request.num_tokens
         most = min(request.max_tokens - request.num_output_tokens, self.max_model_len - tokens)
         self._parked[key] = request
@@ -234,6 +248,7 @@ class TokenSteps(_Scheduler):
         key = request.request_id
         for known in (self._parked, self._unready, self._held):
             known.pop(key, None)
+        del self._names[key]
         self._tokens.finished(key, time.monotonic())
         return super()._free_request(request, delay_free_blocks)
 
@@ -307,6 +322,8 @@ class TokenSteps(_Scheduler):
         """End the oldest step, and tell whom a quota has ended."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._tokens.step_ended(time.monotonic())
+        for of_client in outputs.values():
+            self._pack(of_client.outputs)
         ended, self._ended = self._ended, []
         for request in ended:
             last = self.known.output(
@@ -318,6 +335,19 @@ class TokenSteps(_Scheduler):
             of_client = outputs.setdefault(request.client_index, self.known.outputs(outputs=[]))
             of_client.outputs.append(last)
         return outputs
+
+    def _pack(self, outputs: list[Any]) -> None:
+        """Put one output in the place of all that are one token and nothing else, where there are many."""
+        singles: list[Any] = []
+        others: list[Any] = []
+        for output in outputs:
+            (singles if _is_single(output) else others).append(output)
+        if len(singles) < self.fewest_packed:
+            return
+        names = self._names
+        packed = pack_singles((names[output.request_id], output.new_token_ids[0]) for output in singles)
+        others.append(self.known.output(request_id="", new_token_ids=[], kv_transfer_params=packed))
+        outputs[:] = others
 
     # -- sleep --------------------------------------------------------------------------------------------------------
 

@@ -8,12 +8,14 @@ The layout is vLLM's own affair: ours is that of vLLM 0.32, `vllm_zygote` compar
 from __future__ import annotations
 
 import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from seedance.engine.adapter import Output
+from seedance.engine.ledger import STREAMS
 from seedance.engine.request import NOT_URGENT, FinishReason, Sampling, TenantContext, TokenLogprobs, Urgency
 from seedance.engine.survivors import Survivors
 from seedance.engine.vllm_control import SURVEY
@@ -110,12 +112,43 @@ class Ready(msgspec.Struct):
     max_num_batched_tokens: int
 
 
+class Singles(NamedTuple):
+    """The generations that got one token and nothing else in a step, which are nearly all of nearly every step.
+
+    Our scheduler sends them as one output, in a field that vLLM has for others. `pairs` are keys and token ids, of 32
+    bits, `serials` of 64, as they are in the generations' names.
+    """
+
+    pairs: bytes
+    serials: bytes
+
+
+def pack_singles(singles: Iterable[tuple[tuple[int, int], int]]) -> Singles:
+    """Pack key and serial number, and token id, of generations."""
+    pairs, serials = array.array("I"), array.array("Q")
+    for (key, serial), token_id in singles:
+        pairs.append(key)
+        pairs.append(token_id)
+        serials.append(serial)
+    return Singles(pairs.tobytes(), serials.tobytes())
+
+
+def parse_name(name: str) -> tuple[int, int]:
+    """Return the key and the serial number of a generation by its name on the wire."""
+    key, _, serial = name.partition(".")
+    return int(key), int(serial)
+
+
 class Received(NamedTuple):
-    """What one message of the core meant: outputs of a step, an answer to a utility call, or the core's death."""
+    """What one message of the core meant: what a step brought, an answer to a utility call, or the core's death.
+
+    `singles` are those of the step that are not among its outputs; see `EngineEvents.step_completed`.
+    """
 
     outputs: list[Output]
     reply: UtilityOutput | None
     dead: bool
+    singles: bytes = b""
 
 
 def layout_difference(ours: type[msgspec.Struct], theirs: type[msgspec.Struct]) -> str | None:
@@ -150,7 +183,18 @@ class CoreConnection:
     After a `survey`, `survivors` are what the core goes on with for the last one.
     """
 
-    __slots__ = ("_decode", "_encode", "_facts", "_keys", "_logprobs", "_names", "_serial", "_survey", "survivors")
+    __slots__ = (
+        "_decode",
+        "_encode",
+        "_facts",
+        "_keys",
+        "_logprobs",
+        "_names",
+        "_serial",
+        "_serials",
+        "_survey",
+        "survivors",
+    )
 
     def __init__(self, facts: ModelFacts, hosts: int = 0) -> None:
         self._facts = facts
@@ -160,6 +204,7 @@ class CoreConnection:
         self._names: dict[int, str] = {}
         self._logprobs: dict[str, int] = {}
         self._serial = hosts << _SERIAL_BITS
+        self._serials = np.zeros(STREAMS, np.uint64)  # by key, 0 for none
         self._survey = 0
         self.survivors = Survivors()
 
@@ -189,18 +234,31 @@ class CoreConnection:
         salt = tenant.cache_salt or None
         request = EngineCoreRequest(name, list(prompt), None, params, None, now_s, None, salt, None)
         frames = [ENGINE_IDENTITY, ADD, self._encode(request)]
-        self._keys[name] = key
-        self._names[key] = name
+        self._know(name)
         if sampling.logprobs is not None:
             self._logprobs[name] = sampling.logprobs
         return frames
 
+    def _know(self, name: str) -> int:
+        key, serial = parse_name(name)
+        self._keys[name] = key
+        self._names[key] = name
+        self._serials[key] = serial
+        return key
+
+    def _forget(self, name: str) -> None:
+        key = self._keys.pop(name)
+        del self._names[key]
+        self._logprobs.pop(name, None)
+        self._serials[key] = 0
+
     def abort(self, keys: Sequence[int]) -> Frames | None:
         """Forget these generations; return the message that ends them, or None when none of them lives."""
-        names = [name for key in keys if (name := self._names.pop(key, None)) is not None]
-        for name in names:
-            del self._keys[name]
-            self._logprobs.pop(name, None)
+        names = []
+        for key in keys:
+            if (name := self._names.get(key)) is not None:
+                self._forget(name)
+                names.append(name)
         return [ENGINE_IDENTITY, ABORT, self._encode(names)] if names else None
 
     def wake(self) -> Frames:
@@ -219,10 +277,7 @@ class CoreConnection:
 
     def _surveyed(self, found: Sequence[tuple[str, str, bytes]]) -> None:
         for name, claim, token_ids in found:
-            key = int(name.partition(".")[0])
-            self._keys[name] = key
-            self._names[key] = name
-            self.survivors.add(key, claim, array.array("I", token_ids))
+            self.survivors.add(self._know(name), claim, array.array("I", token_ids))
 
     def receive(self, frames: Sequence[bytes]) -> Received:
         """Take one message of the output socket. Raises msgspec.DecodeError when it is not vLLM's.
@@ -233,8 +288,11 @@ class CoreConnection:
             return Received([], None, True)
         message = self._decode(frames[0])
         outputs: list[Output] = []
+        singles = b""
         find = self._keys.get
         for item in message.outputs:
+            if item.kv_transfer_params is not None:
+                singles += self._alive(*item.kv_transfer_params)
             name = item.request_id
             key = find(name)
             if key is None:
@@ -245,16 +303,21 @@ class CoreConnection:
             if item.new_logprobs is not None:
                 output.logprobs = token_logprobs(item.new_logprobs, frames, self._logprobs.get(name, 0))
             if item.finish_reason is not None:
-                self._finish(name, key, item, output)
+                self._finish(name, item, output)
             outputs.append(output)
         reply = message.utility_output
         if reply is not None and self._survey and reply.call_id == self._survey and reply.failure_message is None:
             self._surveyed(reply.result[1])
-        return Received(outputs, reply, False)
+        return Received(outputs, reply, False, singles)
 
-    def _finish(self, name: str, key: int, item: EngineCoreOutput, output: Output) -> None:
-        del self._keys[name], self._names[key]
-        self._logprobs.pop(name, None)
+    def _alive(self, pairs: bytes, serials: bytes) -> bytes:
+        """Return the pairs of those that have not been aborted meanwhile."""
+        columns = np.frombuffer(pairs, np.uint32).reshape(-1, 2)
+        is_alive = self._serials[columns[:, 0]] == np.frombuffer(serials, np.uint64)
+        return pairs if is_alive.all() else columns[is_alive].tobytes()
+
+    def _finish(self, name: str, item: EngineCoreOutput, output: Output) -> None:
+        self._forget(name)
         output.finish_reason = _FINISH[item.finish_reason or 0]
         if output.finish_reason is FinishReason.ABORT and QUOTA_KEY in (item.trace_headers or {}):
             output.finish_reason = FinishReason.QUOTA_EXCEEDED

@@ -23,7 +23,7 @@ class States:
     def __init__(self) -> None:
         self.seen: list[EngineState] = []
 
-    def step_completed(self, outputs: Sequence[Output]) -> None:
+    def step_completed(self, outputs: Sequence[Output], singles: bytes = b"") -> None:
         raise AssertionError(f"an engine that never started gave {outputs}")
 
     def state_changed(self, state: EngineState, detail: str) -> None:

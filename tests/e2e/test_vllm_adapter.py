@@ -26,7 +26,7 @@ from support.llm_reference import Question, Reference
 from support.tiny_model import tiny_model
 from tokenizers import Tokenizer
 
-from seedance.engine.adapter import EngineState, EngineStatistics, Output
+from seedance.engine.adapter import EngineState, EngineStatistics, Output, outputs_of
 from seedance.engine.ledger import Ledger
 from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, TenantContext
 from seedance.engine.scheduling import TenantLimits, TenantStatistics
@@ -66,9 +66,9 @@ class Generations:
         self.changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def step_completed(self, outputs: Sequence[Output]) -> None:
+    def step_completed(self, outputs: Sequence[Output], singles: bytes = b"") -> None:
         self.steps += 1
-        for output in outputs:
+        for output in (*outputs, *outputs_of(singles)):
             self.first_steps.setdefault(output.key, self.steps)
             self.outputs.setdefault(output.key, []).append(output)
         self._wake()

@@ -42,6 +42,7 @@ def test_every_token_comes_once_and_nothing_is_left(mode: str) -> None:
         assert (result["left"], result["known"], result["blocks_in_use"]) == (0, 0, 0)
         assert not any(result["kv_blocks"])
         assert result["ends"]["length"] > 50
+        assert result["packed"] > 100
         assert result["sleeps"] > 0, "the paused and the held leave nothing to do"
     together: dict[str, int] = {}
     for result in results:

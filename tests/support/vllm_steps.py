@@ -7,6 +7,7 @@ repeated or out of order shows. With `async` two steps are under way at once, as
 
 from __future__ import annotations
 
+import array
 import json
 import random
 import sys
@@ -83,6 +84,8 @@ class Load:
         self.ledger.set_limits(4, TenantLimits(kv_share=0.3))
         self.ledger.limits_changed()
         self.scheduler = make_scheduler(is_async, self.ledger)
+        self.scheduler.fewest_packed = 3
+        self.packed = 0
         self.depth = 2 if is_async else 1
         self.steps: deque[tuple[Any, dict[str, tuple[int, int]]]] = deque()
         self.hasher = get_request_block_hasher(BLOCK, sha256)
@@ -169,6 +172,7 @@ class Load:
             sampled_token_ids=sampled,
         )
         for outputs in self.scheduler.update_from_output(output, answer).values():
+            self.unpack(outputs.outputs)
             for item in outputs.outputs:
                 key = int(item.request_id.partition(".")[0])
                 assert key not in self.ends, "an output came after the last one"
@@ -176,6 +180,19 @@ class Load:
                 if item.finish_reason is not None:
                     quota = QUOTA_KEY in (item.trace_headers or {})
                     self.ends[key] = "quota" if quota else str(item.finish_reason)
+
+    def unpack(self, outputs: list[Any]) -> None:
+        """Take what is packed out of the outputs."""
+        packed = [outputs.pop() for item in outputs[-1:] if item.kv_transfer_params is not None]
+        for item in packed:
+            singles = item.kv_transfer_params
+            flat = iter(array.array("I", singles.pairs))
+            serials = array.array("Q", singles.serials)
+            for (key, token_id), serial in zip(zip(flat, flat, strict=True), serials, strict=True):
+                assert f"{key}.{serial}" == self.name(key)
+                assert key not in self.ends, "an output came after the last one"
+                self.out.setdefault(key, []).append(token_id)
+                self.packed += 1
 
     def result(self) -> dict[str, Any]:
         self.scheduler._tokens.tell(time.monotonic())
@@ -197,6 +214,7 @@ class Load:
             "preemptions": sum(entry.preemptions for entry in statistics if entry),
             "held_s": [entry.held_s for entry in statistics if entry],
             "output_tokens": sum(entry.output_tokens for entry in statistics if entry),
+            "packed": self.packed,
             "tokens": sum(map(len, self.out.values())),
             "sleeps": self.sleeps,
             "overlaps": self.overlaps,

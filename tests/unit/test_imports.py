@@ -20,11 +20,11 @@ HEAVY_ALLOWED: Final = frozenset(("seedance.engine.gguf", "seedance.engine.vllm_
 
 # fmt: off
 PURE: Final = (
-    "seedance.daemon.doors", "seedance.daemon.emitted", "seedance.daemon.history", "seedance.daemon.journal_records",
+    "seedance.daemon.doors", "seedance.daemon.history", "seedance.daemon.journal_records",
     "seedance.daemon.protocol", "seedance.daemon.session_log",
     "seedance.engine.accounting", "seedance.engine.admission",
     "seedance.engine.bucket", "seedance.engine.canary", "seedance.engine.cost",
-    "seedance.engine.decoding",
+    "seedance.engine.decoding", "seedance.engine.emitted",
     "seedance.engine.fairness", "seedance.engine.model_load", "seedance.engine.model_shapes",
     "seedance.engine.planner", "seedance.engine.policy", "seedance.engine.preemption", "seedance.engine.request",
     "seedance.engine.roster", "seedance.engine.safetensors", "seedance.engine.scheduling",

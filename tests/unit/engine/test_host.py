@@ -246,6 +246,14 @@ async def scene(*, start: bool = True, queue: int = 0) -> AsyncIterator[Scene]:
         it.worker.close()
 
 
+def brought(it: Scene, key: int) -> list[int]:
+    """Return all tokens of a generation so far, as another engine would get them."""
+    generation = it.host._generations.get(key)
+    assert generation is not None
+    it.host._generations.fold()
+    return generation.token_ids.tolist()
+
+
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     def sync() -> None:
         run_in_virtual_time(test())
@@ -270,12 +278,29 @@ async def test_generation_from_submit_to_end() -> None:
 
 
 @run
+async def test_singles_of_a_step_go_to_their_streams_beside_its_outputs() -> None:
+    async with scene() as it:
+        sampling = Sampling(max_tokens=3)
+        await it.say(*(Submit(stream, [1], sampling) for stream in (40, 41, 42)))
+        first, second, third = (key for key, *_ in it.adapter.submitted)
+        it.host.step_completed([], pack_singles([second, 7, first, 8, 9_999, 9]))
+        it.host.step_completed([Output(second, [5])], pack_singles([first, 6]))
+        it.host.step_completed([Output(third, [5], FinishReason.STOP)], pack_singles([first, 4]))
+        assert it.heard() == [
+            Batch([], pack_singles([41, 7, 40, 8])),
+            Batch([], pack_singles([40, 6, 41, 5])),
+            Batch([Delta(42, [5], FinishReason.STOP)], pack_singles([40, 4])),
+        ]
+        assert (brought(it, first), brought(it, second)) == ([8, 6, 4], [7, 5])
+
+
+@run
 async def test_generation_that_goes_on_behind_what_it_has_brought() -> None:
     async with scene() as it:
         sampling = Sampling(max_tokens=3, stop_token_ids=(9,))
         await it.say(Submit(40, [1, 2], sampling, NOT_URGENT, [5, 6]))
         assert it.adapter.emitted == [[5, 6]]
-        assert list(it.host._generations[it.adapter.submitted[0][0]].token_ids) == [5, 6]
+        assert brought(it, it.adapter.submitted[0][0]) == [5, 6]
         ended = [([5, 6, 7], "length"), ([5, 9], "stop")]
         for stream, (emitted, reason) in enumerate(ended):
             await it.say(Submit(stream, [1, 2], sampling, NOT_URGENT, emitted))
@@ -688,7 +713,7 @@ async def test_pauses_reach_the_engine_by_its_own_numbers() -> None:
 async def test_number_of_a_generation_that_lives_is_not_given_again() -> None:
     async with scene() as it:
         await it.say(Submit(1, [1], Sampling(max_tokens=3)))
-        it.host._key = it.adapter.submitted[0][0]
+        it.host._generations._key = it.adapter.submitted[0][0]
         await it.say(Submit(2, [1], Sampling(max_tokens=3)))
         keys = [key for key, *_ in it.adapter.submitted]
         assert len(set(keys)) == 2
@@ -822,7 +847,7 @@ async def test_what_an_engine_went_on_with_is_taken_over_by_who_asks_for_it_agai
         ]
         it.host.step_completed([Output(0, [8]), Output(1, [5]), Output(2, [5])])
         assert it.heard() == [Batch([], pack_singles([1, 8, 2, 5, 0, 5]))]
-        assert list(it.host._generations[0].token_ids) == [5, 6, 7, 8]
+        assert brought(it, 0) == [5, 6, 7, 8]
         it.adapter.die("killed")
         await settle()
         again = dict(zip([key for key, *_ in it.adapter.submitted], it.adapter.emitted, strict=True))

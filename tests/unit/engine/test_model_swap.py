@@ -145,7 +145,7 @@ class Scene:
 
     # an EnginesOwner
 
-    def step_completed(self, outputs: Sequence[Output]) -> None:
+    def step_completed(self, outputs: Sequence[Output], singles: bytes = b"") -> None:
         self.outputs += outputs
 
     def state_changed(self, state: EngineState, detail: str, note: str = "") -> None:

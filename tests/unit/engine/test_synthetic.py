@@ -345,7 +345,7 @@ def test_an_engine_that_may_run_nobody_looks_once_a_second(tokens_per_s: float) 
 class Nobody:
     """Is told of an engine, and does nothing."""
 
-    def step_completed(self, outputs: Sequence[Output]) -> None:
+    def step_completed(self, outputs: Sequence[Output], singles: bytes = b"") -> None:
         pass
 
     def state_changed(self, state: EngineState, detail: str) -> None:

@@ -278,6 +278,30 @@ def test_the_next_host_goes_on_with_what_a_core_tells_it_to_run() -> None:
     ]
 
 
+def packed(*singles: tuple[str, int]) -> list[Any]:
+    """Return the output that stands for all who got one token and nothing else."""
+    return [*output("", [])[:8], wire.pack_singles((wire.parse_name(name), token_id) for name, token_id in singles)]
+
+
+def test_what_is_packed_comes_as_singles_but_for_who_was_aborted_meanwhile() -> None:
+    core = connection()
+    old, kept, ending = (submit(core, key)[0] for key in (1, 2, 3))
+    received = core.receive([message(output(ending, [9], finish_reason=STOP), packed((old, 50), (kept, 60)))])
+    assert received.singles == array.array("I", [1, 50, 2, 60]).tobytes()
+    assert received.outputs == [Output(3, [9], FinishReason.STOP)]
+    core.abort([1, 1])
+    new = submit(core, 1)[0]
+    received = core.receive([message(packed((old, 51), (kept, 61), (new, 70), (ending, 10)))])
+    assert received.singles == array.array("I", [2, 61, 1, 70]).tobytes()
+    assert received.outputs == []
+
+
+@pytest.mark.parametrize("wrong", [[b"1234", b"12345678"], [b"12345678", b""], [b"\xff" * 8, b"12345678"], [b""], 7])
+def test_what_is_packed_otherwise_cannot_be_read(wrong: Any) -> None:
+    with pytest.raises((ValueError, TypeError, LookupError)):
+        connection().receive([message([*output("", [])[:8], wrong])])
+
+
 def test_a_survey_that_fails_finds_nothing() -> None:
     core = wire.CoreConnection(FACTS, hosts=2)
     number, _ = core.survey()

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import array
+
 from hypothesis import given
 from hypothesis import strategies as st
-from support.worker_parts import FakeSink
 
-from seedance.daemon import tokenizer
-from seedance.daemon.emitted import FOLD_BYTES, Emitted
-from seedance.daemon.stream import Stream
-from seedance.engine.channel import Batch, Delta, pack_singles
+from seedance.engine.channel import pack_singles
+from seedance.engine.emitted import FOLD_BYTES, Emitted
 
 NUMBERS = (1, 2, 1 + (1 << 16), 2**32 - 1, 7)
 """Some that end alike, and one of no stream."""
 
 
-def stream() -> Stream:
-    return Stream(FakeSink(), tokenizer.synthetic().detokenizer(), None)
+class Stream:
+    def __init__(self) -> None:
+        self.token_ids = array.array("I")
 
 
 def test_tokens_of_streams_that_count_are_there_after_a_fold_in_order() -> None:
-    streams = {7: stream(), 8: stream()}
+    streams = {7: Stream(), 8: Stream()}
     emitted = Emitted(streams)
-    emitted.add(Batch([], pack_singles([7, 1, 8, 2, 9, 3])))
-    emitted.add(Batch([Delta(7, [4, 5]), Delta(9, [6])], pack_singles([8, 7])))
+    emitted.add(pack_singles([7, 1, 8, 2, 9, 3]))
+    emitted.add(pack_singles([8, 7]), [(7, [4, 5]), (9, [6])])
     assert not streams[7].token_ids
     emitted.fold()
     emitted.fold()
@@ -31,11 +31,11 @@ def test_tokens_of_streams_that_count_are_there_after_a_fold_in_order() -> None:
 
 
 def test_many_are_folded_without_being_asked_for() -> None:
-    streams = {1: stream()}
+    streams = {1: Stream()}
     emitted = Emitted(streams)
     batches = 10
     for at in range(batches):
-        emitted.add(Batch([], pack_singles([1, at] * (FOLD_BYTES // 8 // batches))))
+        emitted.add(pack_singles([1, at] * (FOLD_BYTES // 8 // batches)))
     assert streams[1].token_ids.tolist() == [at for at in range(batches) for _ in range(FOLD_BYTES // 8 // batches)]
 
 
@@ -48,7 +48,7 @@ def test_many_are_folded_without_being_asked_for() -> None:
     )
 )
 def test_it_is_as_if_each_token_had_been_appended(steps: list[tuple[dict[int, int], dict[int, list[int]]]]) -> None:
-    streams = {number: stream() for number in NUMBERS[:-1]}
+    streams = {number: Stream() for number in NUMBERS[:-1]}
     emitted = Emitted(streams)
     expected: dict[int, list[int]] = {number: [] for number in NUMBERS}
     for singles, deltas in steps:
@@ -57,7 +57,7 @@ def test_it_is_as_if_each_token_had_been_appended(steps: list[tuple[dict[int, in
         for number, token_ids in deltas.items():
             expected[number] += token_ids
         packed = pack_singles(part for pair in singles.items() for part in pair)
-        emitted.add(Batch([Delta(number, token_ids) for number, token_ids in deltas.items()], packed))
+        emitted.add(packed, deltas.items())
     emitted.fold()
     assert {number: one.token_ids.tolist() for number, one in streams.items()} == {
         number: expected[number] for number in streams

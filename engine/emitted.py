@@ -6,34 +6,40 @@ somebody asks, are they sorted by stream: that is a few operations on arrays, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Protocol
 
 import numpy as np
 
-from seedance.daemon.stream import Stream
-from seedance.engine.channel import Batch, pack_singles
+from seedance.engine.channel import pack_singles
 
 FOLD_BYTES: Final = 512 << 10
 _OBJECT_BYTES: Final = 48
 
 
+class Emitting(Protocol):
+    """Something that tokens come of, as unsigned 32-bit ids."""
+
+    token_ids: array.array[int]
+
+
 class Emitted:
-    """Token ids of streams by number, to be found in each `Stream.token_ids` after a `fold`."""
+    """Token ids of streams by number, to be found in the `token_ids` of each after a `fold`."""
 
     __slots__ = ("_size_bytes", "_streams", "_tokens")
 
-    def __init__(self, streams: Mapping[int, Stream]) -> None:
+    def __init__(self, streams: Mapping[int, Emitting]) -> None:
         """`streams` are those that count, and stays the caller's."""
         self._streams = streams
         self._tokens: list[bytes] = []
         self._size_bytes = 0
 
-    def add(self, batch: Batch) -> None:
-        """Take what a step brought."""
-        self._keep(batch.singles)
-        for delta in batch.deltas:
-            self._keep(pack_singles(part for token_id in delta.token_ids for part in (delta.stream, token_id)))
+    def add(self, singles: bytes, others: Iterable[tuple[int, Sequence[int]]] = ()) -> None:
+        """Take what a step brought: `singles` as in `channel.Batch`, and of others the number and its token ids."""
+        self._keep(singles)
+        for number, token_ids in others:
+            self._keep(pack_singles(part for token_id in token_ids for part in (number, token_id)))
         if self._size_bytes >= FOLD_BYTES:
             self.fold()
 
