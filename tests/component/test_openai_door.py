@@ -6,15 +6,18 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from support.daemon import DRIVERS, Daemon
+from support.daemon import DRIVERS, Daemon, running
 from support.raw_http import Connection, events, request
 from support.synthetic import MODEL, expected_ids, expected_text, prompt_ids, whole_tokens
 
 from seedance.daemon.protocol import sse
+from seedance.daemon.stream_columns import FEWEST
 from seedance.engine.synthetic_vocabulary import decode_text, synthetic_token_text
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Wie heißt 東京 noch?"}]
@@ -235,6 +238,34 @@ def test_sixteen_streams_of_one_async_client_keep_apart(doors: Daemon) -> None:
             return await asyncio.gather(*(one(client, number) for number in range(16)))
 
     assert asyncio.run(every()) == [expected_text(MESSAGES, 50 + number, number) for number in range(16)]
+
+
+@pytest.mark.parametrize("io", DRIVERS)
+def test_streams_that_go_in_columns_keep_apart(tmp_path: Path, io: str) -> None:
+    def options(number: int) -> dict[str, bool] | None:
+        return {"include_usage": True} if number % 3 else None
+
+    tokens, numbers = 60, range(FEWEST + 20)
+    # All streams in each step, and each with one token.
+    synthetic = {"tokens_per_s": 40, "step": "25ms", "prompt_tokens_per_s": 0}
+    with running(tmp_path, "acme", io=io, tables={"engine.synthetic": synthetic}) as daemon:
+        with ExitStack() as stack:
+            connections = [stack.enter_context(Connection(daemon.address)) for _ in numbers]
+            for number, connection in enumerate(connections):
+                body = chat_body(stream=True, seed=number, max_tokens=tokens, stream_options=options(number))
+                connection.send(request("POST", CHAT, daemon.keys["acme"], body))
+            in_columns = 0
+            for number, connection in enumerate(connections):
+                assert connection.head()[0] == 200
+                digits, chunks = zip(*connection.sized_chunks(), strict=True)
+                in_columns += sum(size.startswith(b"0") for size in digits)  # there sizes have three digits
+                told = events(b"".join(chunks))
+                deltas = [event["choices"][0]["delta"] for event in told if event["choices"]]
+                assert "".join(delta.get("content", "") for delta in deltas) == expected_text(MESSAGES, tokens, number)
+                usages = [event["usage"]["completion_tokens"] for event in told if event.get("usage")]
+                assert usages == [tokens] * (options(number) is not None)
+            assert in_columns > tokens * len(numbers) // 2
+        daemon.stop()
 
 
 def test_the_models_are_listed(client: openai.OpenAI) -> None:

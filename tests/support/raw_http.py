@@ -75,8 +75,12 @@ class Connection:
 
     def chunks(self) -> Iterator[bytes]:
         """Read a chunked body."""
-        while size := int(self._file.readline(), 16):
-            yield self._file.read(size)
+        return (data for _, data in self.sized_chunks())
+
+    def sized_chunks(self) -> Iterator[tuple[bytes, bytes]]:
+        """Read a chunked body, each chunk with the digits of its size."""
+        while size := int(digits := self._file.readline().removesuffix(b"\r\n"), 16):
+            yield digits, self._file.read(size)
             assert self._file.readline() == b"\r\n"
         assert self._file.readline() == b"\r\n"
 
