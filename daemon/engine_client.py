@@ -362,9 +362,9 @@ class EngineClient:
             if stream.plain and token_id <= last:
                 text = texts[token_id]
                 if isinstance(text, str):
-                    if text:
-                        if stream.columns is not None:
-                            stream.columns.learn(number, token_id, text)
+                    if text and stream.columns is not None:
+                        stream.columns.learn(number, token_id, text)
+                    if text or stream.tells_each:
                         stream.sink.text_arrived(text)
                     continue
             self._advance(stream, Delta(number, [token_id]))
@@ -458,7 +458,7 @@ class EngineClient:
             text += (stop or stream.detokenizer).finish()
         if delta.logprobs is not None:
             stream.sink.logprobs_arrived(text, delta.logprobs[: len(delta.logprobs) - surplus_tokens])
-        elif text:
+        elif text or (stream.tells_each and reason is None):
             stream.sink.text_arrived(text)
         # Telling it may have ended the stream from outside: a client whose backlog is full is cut off.
         if reason is not None and self._remove(stream):

@@ -129,6 +129,21 @@ def test_a_character_in_pieces_is_told_when_it_is_whole() -> None:
     assert (sink.text, sink.end) == ("é🌲\ufffd", FinishReason.STOP)
 
 
+def test_who_is_told_of_each_token_hears_of_one_that_brings_no_text() -> None:
+    class EachSink(FakeSink):
+        def text_arrived(self, text: str) -> None:
+            deltas.append(text)
+
+    scene, deltas = Scene(), list[str]()
+    stream, _ = scene.stream()
+    stream.sink, stream.tells_each = EachSink(), True
+    for piece in "aé🌲".encode():
+        scene.say(Batch([], pack_singles([stream.number, piece])))
+    assert deltas == ["a", "", "é", "", "", "", "🌲"]
+    scene.say(Batch([Delta(stream.number, [], FinishReason.LENGTH)]))
+    assert len(deltas) == 7
+
+
 def test_deltas_of_streams_that_are_gone_are_nobodys() -> None:
     scene = Scene()
     stream, sink = scene.stream()
