@@ -21,7 +21,6 @@ help: ## This list
 .PHONY: run
 run: ## Serve a model: ENGINE=vllm|synthetic MODEL=hub-name|path|file.gguf PORT=8000 STATE=dir
 	@packaging/prepare.sh
-	@[ "$$(id -u)" != 0 ] || $(MAKE) bpf
 	@exec .venv/bin/seedanced --config "$(STATE)/seedanced.toml" --hints
 
 # --- tests --------------------------------------------------------------------------------------------------------

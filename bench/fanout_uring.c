@@ -26,9 +26,6 @@
 #include <errno.h>
 #include <getopt.h>
 #include <liburing.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <poll.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -43,6 +40,7 @@
 #define CHUNK 256
 #define STRIDE 7919
 #define FRAME_ROOM 128
+#define USAGE "usage: fanout_uring --payloads FILE --connections N [--steps-fd FD] [--epoll]"
 
 /* The answer to the example key of RFC 6455, section 1.3, the only key that the load client sends. */
 static const char upgraded[] = "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -73,22 +71,6 @@ static void load_payloads(const char *path)
 		die("cannot use '%s': it is empty", path);
 }
 
-static int listen_on_loopback(void)
-{
-	struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-	socklen_t size = sizeof address;
-	int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), one = 1;
-
-	/* Inherited by what is accepted. */
-	setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-	if (bind(fd, (struct sockaddr *)&address, sizeof address) < 0 || listen(fd, 4096) < 0)
-		die("cannot listen: %s", strerror(errno));
-	getsockname(fd, (struct sockaddr *)&address, &size);
-	printf("listening %u\n", ntohs(address.sin_port));
-	fflush(stdout);
-	return fd;
-}
-
 static void upgrade(int fd)
 {
 	char head[8192];
@@ -107,12 +89,10 @@ static void upgrade(int fd)
 
 static void accept_all(void)
 {
-	int listener = listen_on_loopback();
+	int listener = listen_at("127.0.0.1");
 
 	for (size_t i = 0; i < connections; i++) {
-		fds[i] = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
-		if (fds[i] < 0)
-			die("cannot accept: %s", strerror(errno));
+		fds[i] = accept_from(listener);
 		upgrade(fds[i]);
 	}
 	close(listener);
@@ -295,10 +275,10 @@ int main(int argc, char **argv)
 		else if (option == 's')
 			steps_fd = atoi(optarg);
 		else if (option)
-			die("usage: fanout_uring --payloads FILE --connections N [--steps-fd FD]");
+			die(USAGE);
 	}
 	if (!payload_count || !connections)
-		die("usage: fanout_uring --payloads FILE --connections N");
+		die(USAGE);
 	fds = calloc(connections, sizeof *fds);
 	error = io_uring_queue_init(2 * CHUNK, &ring, IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN);
 	if (error)

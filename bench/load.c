@@ -49,28 +49,64 @@ static int connect_unix(const char *path)
 	return fd;
 }
 
-int connect_nonblocking(const char *target)
+/* Of "127.0.0.1:PORT", or "127.0.0.1" for port 0. */
+static struct sockaddr_in address_of(const char *text)
 {
 	struct sockaddr_in address = {.sin_family = AF_INET};
-	const char *colon = strrchr(target, ':');
 	char host[64];
-	int fd, one = 1;
+	unsigned port = 0;
 
-	if (!strncmp(target, "unix:", 5))
-		return connect_unix(target + 5);
-	if (!colon || (size_t)(colon - target) >= sizeof host)
-		die("cannot connect to '%s': want ADDRESS:PORT or unix:PATH", target);
-	memcpy(host, target, (size_t)(colon - target));
-	host[colon - target] = 0;
-	address.sin_port = htons((uint16_t)atoi(colon + 1));
-	if (inet_pton(AF_INET, host, &address.sin_addr) != 1)
-		die("cannot connect to '%s': want an IPv4 address", target);
-	fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+	if (sscanf(text, "%63[^:]:%u", host, &port) < 1 || inet_pton(AF_INET, host, &address.sin_addr) != 1)
+		die("cannot use '%s': want ADDRESS or ADDRESS:PORT, the address IPv4", text);
+	address.sin_port = htons((uint16_t)port);
+	return address;
+}
+
+static int open_tcp(int flags)
+{
+	int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | flags, 0), one = 1;
+
 	if (fd < 0)
 		die("cannot open a socket: %s", strerror(errno));
 	setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+	return fd;
+}
+
+int connect_tcp(const char *target, int flags)
+{
+	struct sockaddr_in address = address_of(target);
+	int fd = open_tcp(flags);
+
 	if (connect(fd, (struct sockaddr *)&address, sizeof address) < 0 && errno != EINPROGRESS)
 		die("cannot connect to '%s': %s", target, strerror(errno));
+	return fd;
+}
+
+int connect_nonblocking(const char *target)
+{
+	return strncmp(target, "unix:", 5) ? connect_tcp(target, SOCK_NONBLOCK) : connect_unix(target + 5);
+}
+
+int listen_at(const char *host)
+{
+	struct sockaddr_in address = address_of(host);
+	socklen_t size = sizeof address;
+	int fd = open_tcp(0);
+
+	if (bind(fd, (struct sockaddr *)&address, sizeof address) < 0 || listen(fd, 4096) < 0)
+		die("cannot listen at '%s': %s", host, strerror(errno));
+	getsockname(fd, (struct sockaddr *)&address, &size);
+	printf("listening %u\n", ntohs(address.sin_port));
+	fflush(stdout);
+	return fd;
+}
+
+int accept_from(int listener)
+{
+	int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+
+	if (fd < 0)
+		die("cannot accept: %s", strerror(errno));
 	return fd;
 }
 

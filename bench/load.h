@@ -1,4 +1,4 @@
-/* What both load clients need: connecting, sending, the clock, and commands on standard input. */
+/* What load clients and the servers of the bounds share: sockets, sending, the clock, commands on standard input. */
 
 #pragma once
 
@@ -16,6 +16,15 @@ uint64_t now_ns(void);
 
 /* A non-blocking socket that is connecting to "127.0.0.1:PORT" or "unix:PATH". */
 int connect_nonblocking(const char *target);
+
+/* The same of TCP alone; `flags` are socket()'s, without SOCK_NONBLOCK it waits until it is connected. */
+int connect_tcp(const char *target, int flags);
+
+/* Listen at "127.0.0.1" on a port that the kernel chooses, and print "listening PORT". */
+int listen_at(const char *host);
+
+/* Accept one connection, with TCP_NODELAY as the listener has it. */
+int accept_from(int listener);
 
 /* Send a few bytes whole, waiting where the socket is full. */
 void send_all(int fd, const void *data, size_t bytes);

@@ -13,8 +13,8 @@ from bench.report import percentile
 class _Detailed(msgspec.Struct):
     """The fields of the program's report that are used (version 0.32.0); times are in seconds.
 
-    `itls` has, for each request, the times between the events that brought text; `start_times` count from the run's
-    begin.
+    `itls` has, for each request, the times between the events, those with an empty text too; `start_times` count from
+    the run's begin.
     """
 
     num_prompts: int
@@ -36,7 +36,7 @@ class ClientReport(msgspec.Struct, frozen=True):
     first_tokens_s: tuple[float, ...]
     gaps_s: tuple[float, ...]
     arrivals_s: tuple[float, ...]
-    """When each event with text came, from `began_s` on."""
+    """When each event came, from `began_s` on."""
 
 
 class Sample(msgspec.Struct, frozen=True):

@@ -22,12 +22,8 @@
  */
 
 #define _GNU_SOURCE
-#include <arpa/inet.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <liburing.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -86,18 +82,6 @@ static uint64_t cpu_ns(void)
 	return (uint64_t)spent.tv_sec * 1000000000ull + (uint64_t)spent.tv_nsec;
 }
 
-static struct sockaddr_in address_of(const char *text)
-{
-	struct sockaddr_in address = {.sin_family = AF_INET};
-	char host[64];
-	unsigned port = 0;
-
-	if (sscanf(text, "%63[^:]:%u", host, &port) < 1 || inet_pton(AF_INET, host, &address.sin_addr) != 1)
-		die("cannot read the address '%s'", text);
-	address.sin_port = htons((uint16_t)port);
-	return address;
-}
-
 /* ---- the server ------------------------------------------------------------------------------------------------ */
 
 static struct io_uring ring;
@@ -152,25 +136,16 @@ static void make_ring(const char *option)
 		recycle(i);
 }
 
-static void listen_and_accept(const char *host, bool busy_poll)
+static void accept_all(const char *host, bool busy_poll)
 {
-	struct sockaddr_in address = address_of(host);
-	socklen_t size = sizeof address;
-	int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), one = 1, busy_us = BUSY_POLL_US;
+	int listener = listen_at(host), busy_us = BUSY_POLL_US;
 
-	setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-	if (bind(fd, (struct sockaddr *)&address, sizeof address) < 0 || listen(fd, 4096) < 0)
-		die("cannot listen: %s", strerror(errno));
-	getsockname(fd, (struct sockaddr *)&address, &size);
-	printf("listening %u\n", ntohs(address.sin_port));
-	fflush(stdout);
 	for (size_t i = 0; i < connections; i++) {
-		if ((s.fds[i] = accept4(fd, NULL, NULL, SOCK_CLOEXEC)) < 0)
-			die("cannot accept: %s", strerror(errno));
+		s.fds[i] = accept_from(listener);
 		if (busy_poll && setsockopt(s.fds[i], SOL_SOCKET, SO_BUSY_POLL, &busy_us, sizeof busy_us) < 0)
 			refuse(strerror(errno));
 	}
-	close(fd);
+	close(listener);
 }
 
 static struct io_uring_sqe *new_sqe(void)
@@ -281,7 +256,7 @@ static void serve(const char *host, const char *option)
 	s.fds = calloc(connections, sizeof *s.fds);
 	s.owed = calloc(connections, sizeof *s.owed);
 	make_ring(option);
-	listen_and_accept(host, !strcmp(option, "busy-poll"));
+	accept_all(host, !strcmp(option, "busy-poll"));
 	for (size_t i = 0; i < connections; i++)
 		arm(i);
 	before = cpu_ns();
@@ -366,16 +341,10 @@ static void writable(size_t i)
 
 static void connect_all(const char *target)
 {
-	struct sockaddr_in address = address_of(target);
-	int one = 1;
-
 	for (size_t i = 0; i < connections; i++) {
 		struct epoll_event event = {.events = load == 't' ? EPOLLOUT : EPOLLIN, .data.u64 = i};
 
-		c.fds[i] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-		setsockopt(c.fds[i], IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-		if (connect(c.fds[i], (struct sockaddr *)&address, sizeof address) < 0)
-			die("cannot connect to %s: %s", target, strerror(errno));
+		c.fds[i] = connect_tcp(target, 0);
 		epoll_ctl(c.epoll_fd, EPOLL_CTL_ADD, c.fds[i], &event);
 	}
 }

@@ -14,7 +14,7 @@ from typing import Final
 import click
 
 from seedance import __version__
-from seedance.daemon import activation, logs, sockets
+from seedance.daemon import activation, command_line, logs, sockets
 from seedance.daemon import config as configuration
 from seedance.daemon import hints as hint_lines
 from seedance.daemon.config import Config
@@ -23,7 +23,7 @@ from seedance.daemon.process import set_name
 from seedance.daemon.processes import Options
 from seedance.daemon.supervisor import Supervisor
 from seedance.daemon.tenants import read_files
-from seedance.engine import vllm_control
+from seedance.engine import model_files, vllm_control
 from seedance.errors import ConfigError, EngineDead, KernelError
 from seedance.qos.kernel import KernelLimits
 from seedance.qos.quota import load_directory
@@ -42,7 +42,7 @@ EXIT_CONFIG: Final = 78
 @click.option("--log-level", type=click.Choice(logs.LEVELS), default="info", show_default=True)
 @click.option("--test-echo", is_flag=True, hidden=True, help="Open the echo route of the conformance tests.")
 @click.version_option(__version__, prog_name="seedanced")
-def main(path: str, check_config: bool, hints: bool, log_level: str, test_echo: bool) -> None:
+def command(path: str, check_config: bool, hints: bool, log_level: str, test_echo: bool) -> None:
     """Serve LLM token streams to many tenants of one machine, in the foreground, until SIGTERM or Ctrl-C.
 
     SIGHUP reads the tenant files again. Exits with 78 when the configuration is wrong.
@@ -62,7 +62,7 @@ def main(path: str, check_config: bool, hints: bool, log_level: str, test_echo: 
         _log.error("%s%s", exc, sockets.listen_hint(exc))
         sys.exit(1)
     except OSError as exc:
-        _log.error("cannot %s: %s", f"use '{exc.filename}'" if exc.filename else "go on", exc.strerror or exc)
+        _log.error("%s", command_line.os_error_text(exc))
         sys.exit(1)
 
 
@@ -79,12 +79,14 @@ def check(config: Config) -> int:
 
 
 def check_model(config: Config) -> None:
-    """Raise ConfigError when the model is a path that leads to none: no use in starting an engine for it."""
+    """Raise ConfigError when the model is a path that leads to no whole one: no use in starting an engine for it."""
     if config.engine.kind == "vllm":
         try:
-            vllm_control.local_model(config.engine.model)
+            directory = vllm_control.local_model(config.engine.model)
         except EngineDead as exc:
             raise ConfigError(config.path, "engine.model", str(exc)) from exc
+        if directory is not None:
+            model_files.check_weights(directory)
 
 
 async def _serve(config: Config, options: Options, *, show_hints: bool) -> None:
@@ -105,7 +107,7 @@ async def _serve(config: Config, options: Options, *, show_hints: bool) -> None:
 
         def ready(model: str, names: list[str]) -> None:
             if show_hints:
-                click.echo(hint_lines.text(config, model, names, hint_lines.seedancectl()))
+                click.echo(hint_lines.text(config, model, names, hint_lines.typed("seedancectl")))
 
         await Supervisor(config, kernel, listeners, options, logs, ready).run()
 
@@ -128,3 +130,8 @@ def _raise_descriptor_limit() -> None:
     """Take as many descriptors as we may: a worker holds one for each connection."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def main() -> None:
+    """Run the command."""
+    sys.exit(command_line.run(command, "seedanced"))

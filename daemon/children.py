@@ -150,6 +150,15 @@ class Reaper:
         self._loop.remove_signal_handler(signal.SIGCHLD)
 
 
+def has_child(pid: int) -> bool:
+    """Return whether that is a child of this process, one that has ended and is not reaped yet included."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 class Child:
     """One supervised process: kept running until `stop`.
 

@@ -90,7 +90,9 @@ class Client:
                 host, _, port = self._address.rpartition(":")
                 sock = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
         except OSError as exc:
-            raise ResourceBroken(f"cannot connect to seedanced at {self._address} ({exc}): is it running?") from exc
+            raise ResourceBroken(
+                f"cannot connect to seedanced at {self._address} ({exc.strerror or exc}): is it running?"
+            ) from exc
         sock.settimeout(_SILENCE_S)
         return sock
 

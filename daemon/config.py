@@ -167,8 +167,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     threads        CPU threads for computing; all processors but one without it. A GPU does not use them.
     enforce_eager  true skips CUDA graphs and compilation: a quicker start, slower steps. The default on a CPU.
     dtype          "auto", "bfloat16", "float16" or "float32".
-    load           where the engine for `seedancectl model load` comes up: "beside" the one that runs, "instead" of it
-                   once it has gone, while requests wait, or "auto": beside it where there is memory for both.
+    load           where the model of `seedancectl model load` comes up: in an engine "beside" the one that runs, or
+                   "instead" of its model, while requests wait: in the same engine if only weights differ. "auto" is
+                   beside it where there is memory for both.
 
     `[engine.failover]`: what becomes of streams when the engine dies. They wait while it is started again, and so do
     new requests; no token is lost, and none comes twice.

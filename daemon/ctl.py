@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -10,19 +9,13 @@ from typing import Final
 import click
 
 from seedance import __version__
+from seedance.daemon import command_line
 from seedance.daemon import config as configuration
-from seedance.daemon.commands import keys, limits, model, service, simulate, talk, tenants, trace, watch
-from seedance.daemon.commands.context import Context, example
-from seedance.errors import ConfigError, SeedanceError
-
-EXIT_FAILED: Final = 1
-EXIT_USAGE: Final = 2
-EXIT_INTERRUPTED: Final = 130
-"""What a shell makes of a program that SIGINT has ended."""
+from seedance.daemon.command_line import example
+from seedance.daemon.commands import init, keys, limits, model, service, simulate, talk, tenants, trace, watch
+from seedance.daemon.commands.context import Context
 
 _NAME: Final = "seedancectl"
-# A group without a command; from click 8.2 on it is an error whose text is the help.
-_HELP_WANTED: Final = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 @click.group(
@@ -63,44 +56,14 @@ for _command in (
     watch.doctor,
     talk.chat,
     talk.infer,
-    talk.init,
+    init.init,
 ):
     commands.add_command(_command)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line says and return the exit status; an error becomes one line on standard error."""
-    try:
-        return int(commands.main(arguments, prog_name=_NAME, standalone_mode=False) or 0)
-    except click.Abort:
-        return EXIT_INTERRUPTED
-    except _HELP_WANTED as exc:
-        click.echo(exc.format_message(), err=True)
-        return EXIT_USAGE
-    except (click.ClickException, SeedanceError, OSError) as exc:
-        text, status = _told(exc)
-        text = " ".join(text.split())
-        click.echo(f"{_NAME}: {text if text.startswith('cannot ') else f'cannot go on: {text}'}", err=True)
-        return status
-
-
-def _told(exc: Exception) -> tuple[str, int]:
-    """Return what to say of an error, and the exit status."""
-    if isinstance(exc, click.UsageError):
-        return _usage(exc), EXIT_USAGE
-    if isinstance(exc, click.ClickException):
-        return exc.format_message(), EXIT_FAILED
-    if isinstance(exc, OSError):
-        where = f"cannot use '{exc.filename}'" if exc.filename else "cannot go on"
-        return f"{where}: {exc.strerror}", EXIT_FAILED
-    return str(exc), os.EX_CONFIG if isinstance(exc, ConfigError) else EXIT_FAILED
-
-
-def _usage(exc: click.UsageError) -> str:
-    text = exc.message if exc.message.startswith("cannot ") else exc.format_message()
-    if not text.startswith("cannot "):
-        text = f"cannot understand the command line: {text[:1].lower()}{text[1:]}"
-    return f"{text.rstrip('.')}; see `{exc.ctx.command_path} --help`" if exc.ctx else text
+    return command_line.run(commands, _NAME, arguments)
 
 
 def main() -> None:

@@ -173,7 +173,8 @@ class EngineClient:
         paused = [stream.number for stream in held.values() if stream.is_paused]
         if paused:
             self._send(SetPaused(paused, True))
-        self._tell(CONTINUED, [stream.number for stream in held.values() if stream.token_ids])
+        # Of those that are drawn by chance the host says how they go on.
+        self._tell(CONTINUED, [s.number for s in held.values() if s.token_ids and not s.is_sampled])
 
     def end_overdue(self) -> None:
         """End what has been held for too long, unless a session keeps it."""
@@ -221,8 +222,8 @@ class EngineClient:
             self.fm_columns.set_plain(stream.number, stream.plain)
 
     def suits_columns(self, stream: Stream) -> bool:
-        """Tell whether a stream brings plain tokens, among so many others that it is cheaper to take all together."""
-        return stream.plain and len(self._streams) >= self._fewest and self._streams.get(stream.number) is stream
+        """Tell whether a stream is among so many others that it is cheaper to take all together."""
+        return len(self._streams) >= self._fewest and self._streams.get(stream.number) is stream
 
     def abort(self, streams: Iterable[Stream]) -> None:
         """End streams without another call on their sinks; those that have ended already are passed over."""
@@ -310,7 +311,7 @@ class EngineClient:
         elif isinstance(message, QueueBound):
             self._queue.bound = message
         elif isinstance(message, Noted):
-            self._tell(message.note, message.streams)
+            self._tell(message.note, message.streams, is_same=message.is_same)
         elif isinstance(message, ModelComing):
             self._model_coming(message.tokenizer_dir)
         else:
@@ -361,9 +362,9 @@ class EngineClient:
             if stream.plain and token_id <= last:
                 text = texts[token_id]
                 if isinstance(text, str):
-                    if text:
-                        if stream.columns is not None:
-                            stream.columns.learn(number, token_id, text)
+                    if text and stream.columns is not None:
+                        stream.columns.learn(number, token_id, text)
+                    if text or stream.tells_each:
                         stream.sink.text_arrived(text)
                     continue
             self._advance(stream, Delta(number, [token_id]))
@@ -457,7 +458,7 @@ class EngineClient:
             text += (stop or stream.detokenizer).finish()
         if delta.logprobs is not None:
             stream.sink.logprobs_arrived(text, delta.logprobs[: len(delta.logprobs) - surplus_tokens])
-        elif text:
+        elif text or (stream.tells_each and reason is None):
             stream.sink.text_arrived(text)
         # Telling it may have ended the stream from outside: a client whose backlog is full is cut off.
         if reason is not None and self._remove(stream):
@@ -466,12 +467,12 @@ class EngineClient:
             else:
                 stream.sink.stream_finished(reason)
 
-    def _tell(self, note: str, numbers: Iterable[int]) -> None:
+    def _tell(self, note: str, numbers: Iterable[int], *, is_same: bool = False) -> None:
         """Tell the clients of streams what is going on with the engine."""
         for number in numbers:
             stream = self._streams.get(number)
             if stream is not None:  # who reads too slowly is cut off by a word more
-                is_drawn_anew = stream.is_sampled and note.startswith(CONTINUED)
+                is_drawn_anew = stream.is_sampled and not is_same and note.startswith(CONTINUED)
                 stream.sink.note_arrived(f"{note}, what comes is drawn anew" if is_drawn_anew else note)
 
     def _quota_exceeded(self) -> None:

@@ -31,7 +31,7 @@ KINDS: Final = 4
 _SIZE_DIGITS: Final = 3
 _BEFORE: Final = _SIZE_DIGITS + 2
 _BEHIND: Final = 2
-_SIZES: Final = np.frombuffer(b"".join(b"%03x" % size for size in range(HEAD_BYTES + END_BYTES)), np.uint8)
+_DIGITS: Final = np.array([list(b"%03x" % size) for size in range(HEAD_BYTES + END_BYTES)], np.uint8)
 _SLOTS: Final = 256  # at first
 _SEATS: Final = 64  # at first
 
@@ -60,11 +60,11 @@ class EventColumns(StreamColumns):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seats = np.zeros(ROWS, np.uint32)
+        self._seats = np.zeros(ROWS, np.intp)
         self._free: list[int] = []
         self._heads = np.zeros((0, HEAD_BYTES), np.uint8)
-        self._head_lengths = np.zeros(0, np.uint32)
-        self._kinds = np.zeros(0, np.uint32)
+        self._head_lengths = np.zeros(0, np.intp)
+        self._kinds = np.zeros(0, np.intp)
         self._width = 0  # of the longest head
         self._tails: list[bytes] = []
         self.use_vocabulary(0)
@@ -72,9 +72,9 @@ class EventColumns(StreamColumns):
     def use_vocabulary(self, token_ids: int) -> None:
         self._used = 1  # UNKNOWN
         # By kind, one after the other; and of each one more, for all tokens that are not in the vocabulary.
-        self._slots = np.zeros((KINDS, token_ids + 1), np.uint32)
+        self._slots = np.zeros((KINDS, token_ids + 1), np.intp)
         self._ends = np.zeros((_SLOTS, END_BYTES), np.uint8)
-        self._end_lengths = np.zeros(_SLOTS, np.uint32)
+        self._end_lengths = np.zeros(_SLOTS, np.intp)
 
     def add_stream(self, number: int, fd: int, before: bytes, behind: bytes) -> bool:
         """Take a stream in, not plain yet, whose events have this before and behind the text, which is a JSON string.
@@ -122,28 +122,32 @@ class EventColumns(StreamColumns):
         seats = len(self._heads)
         more = seats or _SEATS
         self._heads = np.concatenate((self._heads, np.zeros((more, HEAD_BYTES), np.uint8)))
-        self._head_lengths = np.concatenate((self._head_lengths, np.zeros(more, np.uint32)))
-        self._kinds = np.concatenate((self._kinds, np.zeros(more, np.uint32)))
+        self._head_lengths = np.concatenate((self._head_lengths, np.zeros(more, np.intp)))
+        self._kinds = np.concatenate((self._kinds, np.zeros(more, np.intp)))
         self._free.extend(range(seats + more - 1, seats - 1, -1))
 
-    def _find_slots(self, rows: NDArray[np.uint32], token_ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        width = self._slots.shape[1]
-        at = self._kinds[self._seats[rows]] * np.uint32(width) + np.minimum(token_ids, np.uint32(width - 1))
-        slots: NDArray[np.uint32] = self._slots.take(at)
+    def _find_slots(self, rows: NDArray[np.uint32], token_ids: NDArray[np.uint32]) -> NDArray[np.intp]:
+        slots: NDArray[np.intp]
+        if len(self._tails) == 1:
+            slots = self._slots[0].take(token_ids, mode="clip")
+        else:
+            last = self._slots.shape[1] - 1
+            slots = self._slots[self._kinds[self._seats[rows]], np.minimum(token_ids, last)]
         return slots
 
-    def _frames(self, rows: NDArray[np.uint32], slots: NDArray[np.uint32]) -> StoredFrames:
+    def _frames(self, rows: NDArray[np.uint32], slots: NDArray[np.intp]) -> StoredFrames:
         seats = self._seats[rows]
         head_lengths, end_lengths = self._head_lengths[seats], self._end_lengths[slots]
         lengths = head_lengths + end_lengths
         head_bytes, end_bytes = self._width, int(end_lengths.max())
         width = head_bytes + end_bytes
         matrix = np.empty((len(rows), width), np.uint8)
-        matrix[:, :head_bytes] = self._heads[:, HEAD_BYTES - head_bytes :][seats]
-        matrix[:, head_bytes:] = self._ends[:, :end_bytes][slots]
+        matrix[:, :head_bytes] = self._heads.take(seats, axis=0)[:, HEAD_BYTES - head_bytes :]
+        matrix[:, head_bytes:] = self._ends.take(slots, axis=0)[:, :end_bytes]
         flat = matrix.reshape(-1)
-        begins = np.arange(head_bytes, flat.size + 1, width, np.uint64)[: len(rows)] - head_lengths
-        sizes = (lengths - np.uint32(_BEFORE + _BEHIND)) * np.uint32(_SIZE_DIGITS)
+        begins = np.arange(head_bytes, flat.size + head_bytes, width) - head_lengths
+        digits = _DIGITS[lengths - (_BEFORE + _BEHIND)]
         for digit in range(_SIZE_DIGITS):
-            flat[begins + np.uint64(digit)] = _SIZES[sizes + np.uint32(digit)]
-        return StoredFrames((begins + np.uint64(flat.ctypes.data)).data, lengths.data, matrix)
+            flat[begins + digit] = digits[:, digit]
+        addresses = (begins + flat.ctypes.data).astype(np.uint64)
+        return StoredFrames(addresses.data, lengths.astype(np.uint32).data, matrix)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final
 
+from seedance.daemon.files import replace_file
 from seedance.daemon.hints import KEY_PREFIX, KEYS_FILE
 from seedance.daemon.keys import hash_key, new_key
 
@@ -100,31 +100,21 @@ def create(directory: Path, *, engine: str, model: str = "", name: str = "", por
     tenants = directory / "tenants.d"
     tenants.mkdir(mode=0o700, exist_ok=True)
     config = _CONFIG.format(port=port, engine=_engine(engine, model, name))
-    if _write(directory / CONFIG_FILE, config, replace=True):
-        written.append(directory / CONFIG_FILE)
-    keys = {}
-    for tenant, text in _TENANTS.items():
-        path = tenants / f"{tenant}.toml"
-        key = new_key()
-        if _write(path, text.format(key_hash=hash_key(key)), replace=False):
-            keys[tenant] = key
-            written.append(path)
+    path = directory / CONFIG_FILE
+    if not path.exists() or path.read_text(encoding="utf-8") != config:
+        replace_file(path, config)
+        written.append(path)
+    missing = {tenant: tenants / f"{tenant}.toml" for tenant in _TENANTS}
+    keys = {tenant: new_key() for tenant, path in missing.items() if not path.exists()}
     if keys:
+        # First the keys: a disk that is full after them costs nothing but another try, while a key that is known by
+        # its hash alone is lost.
         _add_keys(directory / KEYS_FILE, keys)
         written.append(directory / KEYS_FILE)
+    for tenant, key in keys.items():
+        replace_file(missing[tenant], _TENANTS[tenant].format(key_hash=hash_key(key)))
+        written.append(missing[tenant])
     return written
-
-
-def _write(path: Path, text: str, *, replace: bool) -> bool:
-    """Write a file that only its owner can read; returns whether there was anything to write."""
-    if path.exists() and (not replace or path.read_text(encoding="utf-8") == text):
-        return False
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    with open(fd, "w", encoding="utf-8") as file:
-        file.write(text)
-    new.replace(path)
-    return True
 
 
 def _add_keys(path: Path, keys: dict[str, str]) -> None:
@@ -133,4 +123,4 @@ def _add_keys(path: Path, keys: dict[str, str]) -> None:
     old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     lines = [line for line in old if line.partition("=")[0] not in names]
     lines += [f"{name}={key}" for name, key in names.items()]
-    _write(path, "\n".join(lines) + "\n", replace=True)
+    replace_file(path, "\n".join(lines) + "\n")

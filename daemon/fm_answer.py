@@ -149,9 +149,14 @@ class FmAnswer(Answer):
         return record
 
     @property
-    def has_begun(self) -> bool:
-        """Return whether text without log probabilities has come, and there is an engine that goes on with it."""
-        return self._first_s is not None and len(self.streams) == 1 and not self.has_logprobs
+    def is_coming(self) -> bool:
+        """Return whether the engine is about to hear of it: all is there for that."""
+        return not self.streams and self.parts is None and self.record is None
+
+    @property
+    def has_text(self) -> bool:
+        """Return whether text has come."""
+        return self._first_s is not None
 
     def over(self) -> None:
         """Take note that it is in the journal no longer."""

@@ -11,13 +11,13 @@ import logging
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+from seedance.daemon import fm_rows
 from seedance.daemon.doors import fm
 from seedance.daemon.doors.errors import ApiError
 from seedance.daemon.fm_answer import FmAnswer, Sessions
-from seedance.daemon.fm_columns import MOST_PAYLOAD_BYTES
+from seedance.daemon.fm_rows import FmRows
 from seedance.daemon.journal import saved
 from seedance.daemon.journal_records import SessionEnded, SessionRecord, StreamBegun, StreamRecord
-from seedance.daemon.protocol.fm_frame import tokens_prefix
 from seedance.daemon.protocol.fm_messages import (
     Ack,
     Cancel,
@@ -68,13 +68,12 @@ class FmSession:
     __slots__ = (
         "_answers",
         "_client_id",
-        "_column",
-        "_column_fd",
-        "_column_seq",
         "_connection",
         "_is_known",
         "_is_touched",
         "_protocol",
+        "_rows",
+        "_rows_fd",
         "_sessions",
         "_timer",
         "kept",
@@ -108,16 +107,15 @@ class FmSession:
         self._sessions = sessions
         self._answers: dict[int, FmAnswer] = {}
         self._connection: Connection | None = None
-        self._column: FmAnswer | None = None  # the stream that is a row
-        self._column_fd = -1
-        self._column_seq = 0  # as the timer saw it last
+        self._rows: FmRows | None = None
+        self._rows_fd = -1  # of the last ones
         self._is_touched = False
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def protocol(self) -> ServerSession:
-        """Return the protocol's part, whole: a session that is a row is none any more."""
-        if self._column is not None:
+        """Return the protocol's part, whole: a session that has rows has none any more."""
+        if self._rows is not None:
             self.take_back()
         return self._protocol
 
@@ -143,11 +141,11 @@ class FmSession:
         """Return all that the journal needs of it; nothing before its first HELLO."""
         if not self._is_known:
             return b""
-        was_in_columns = self._column is not None
+        had_rows = self._rows is not None
         unsaved, waiting, waiting_bytes = self.protocol.all_saved()
         record = self._record()
         record.streams = [answer.saved(waiting_bytes.get(answer.number, 0)) for answer in self._answers.values()]
-        if was_in_columns and self._connection is not None:
+        if had_rows and self._connection is not None:
             self._enter_columns(self._connection)
         return saved(record, unsaved, waiting)
 
@@ -215,11 +213,11 @@ class FmSession:
     def _drop_connection(self) -> None:
         self.take_back()
         self._connection = None
-        self._sessions.service.engine.fm_columns.drop(self._column_fd)
+        self._sessions.service.engine.fm_columns.drop(self._rows_fd)
 
     def touch(self) -> None:
         """Have what there is to send sent soon."""
-        if self._column is not None:
+        if self._rows is not None:
             self.take_back()  # what comes after that is to stay behind it
         if not self._is_touched and (self._connection is not None or self._protocol.has_unsaved()):
             self._is_touched = True
@@ -269,7 +267,7 @@ class FmSession:
 
     def _timer_fired(self) -> None:
         self._timer = None
-        if self._has_sent_in_columns() and self._protocol.put_off_ping(self._sessions.loop.time()):
+        if self._rows is not None and self._rows.has_sent() and self._protocol.put_off_ping(self._sessions.loop.time()):
             self._await_timer()
             return
         self.protocol.timer_fired(self._sessions.loop.time())
@@ -279,43 +277,22 @@ class FmSession:
     # -- columns ------------------------------------------------------------------------------------------------------
 
     def _enter_columns(self, connection: Connection) -> None:
-        """Become a row, if the only stream has begun and brings plain tokens, and nothing stands in the way."""
-        if len(self._answers) != 1 or self._is_touched or self._connection is not connection:
+        """Become rows, if nothing is to be sent before."""
+        if not self._answers or self._is_touched or self._connection is not connection:
             return
-        (answer,) = self._answers.values()
-        engine = self._sessions.service.engine
-        if not answer.has_begun or not engine.suits_columns(answer.streams[0]):
-            return
-        stream, lent = answer.streams[0], self._protocol.lend(MOST_PAYLOAD_BYTES)
-        if lent is not None and engine.fm_columns.enter(stream.number, self.number, connection.fd, lent, self):
-            stream.in_columns = answer.in_columns = True
-            self._column, self._column_fd = answer, connection.fd
+        engine, answers, fd = self._sessions.service.engine, list(self._answers.values()), connection.fd
+        self._rows = fm_rows.enter(engine, self._protocol, self.number, fd, answers, self)
+        self._rows_fd = fd
 
     def take_back(self) -> None:
         """See `fm_columns.Owner`; idempotent."""
-        answer = self._column
-        if answer is None:
-            return
-        self._column = None
-        (stream,) = answer.streams
-        stream.in_columns = answer.in_columns = False
-        prefix = tokens_prefix(answer.number, self._protocol.encoding)
-        left = self._sessions.service.engine.fm_columns.leave(stream.number, prefix)
-        self._protocol.sent_elsewhere(left.frames)
-        stream.output_tokens += left.tokens
-        answer.text_bytes += left.text_bytes
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            rows.leave()
 
     def sent_in_columns(self, answer: FmAnswer, data: bytes) -> bool:
         """See `fm_answer.Session`."""
-        return self._sessions.service.engine.fm_columns.send_text(answer.streams[0].number, data)
-
-    def _has_sent_in_columns(self) -> bool:
-        """Tell whether anything was sent in columns since the last call."""
-        if self._column is None:
-            return False
-        before, columns = self._column_seq, self._sessions.service.engine.fm_columns
-        self._column_seq = columns.next_seq(self._column.streams[0].number)
-        return self._column_seq != before
+        return self._rows is not None and self._rows.send_text(answer, data)
 
     def fell_behind(self, waiting_bytes: int) -> None:
         """See `fm_columns.Owner`."""
@@ -324,17 +301,12 @@ class FmSession:
 
     def _acked(self, ack: Ack) -> bool:
         """Take an ACK after which there is nothing to do; False where the protocol has to look at it."""
-        answer = self._column
-        if answer is None:
-            is_taken = self._protocol.acked_quietly(ack.seq, ack.credit)
-            if is_taken and self._connection is not None:
-                self._connection.all_sent()
-            return is_taken
-        columns = self._sessions.service.engine.fm_columns
-        if not columns.acked(answer.streams[0].number, ack.seq, ack.credit):
-            return False
-        self._protocol.acked_elsewhere(ack.seq, ack.credit)
-        return True
+        if self._rows is not None:
+            return self._rows.acked(ack)
+        is_taken = self._protocol.acked_quietly(ack.seq, ack.credit)
+        if is_taken and self._connection is not None:
+            self._connection.all_sent()
+        return is_taken
 
     # -- streams ------------------------------------------------------------------------------------------------------
 

@@ -28,12 +28,12 @@ def read_keys(config_path: str) -> dict[str, str]:
     return {name.removeprefix(KEY_PREFIX).lower().replace("_", "-"): key.strip() for name, _, key in pairs}
 
 
-def seedancectl() -> str:
-    """Return `seedancectl` as it can be typed: by its path where the shell would not find this installation's."""
-    ours = Path(sys.executable).with_name("seedancectl")
-    found = shutil.which("seedancectl")
+def typed(command: str) -> str:
+    """Return a command of ours as it can be typed: by its path where the shell would not find this installation's."""
+    ours = Path(sys.executable).with_name(command)
+    found = shutil.which(command)
     if not ours.exists() or (found is not None and Path(found).samefile(ours)):
-        return "seedancectl"
+        return command
     return shlex.quote(str(ours))
 
 
@@ -56,7 +56,7 @@ def text(config: Config, model: str, listeners: Sequence[str], command: str = "s
             "seedance is ready. Try:",
             "",
             f"  curl -N{where} {url}/v1/chat/completions -H 'Authorization: Bearer {key}'"
-            f" -H 'Content-Type: application/json' -d '{msgspec.json.encode(body).decode()}'",
+            f" -H 'Content-Type: application/json' -d {shlex.quote(msgspec.json.encode(body).decode())}",
             f"  {ctl} chat 'Hello!'          # server-sent events",
             f"  {ctl} infer 'Once upon'      # JSON over WebSocket",
             "",

@@ -13,7 +13,7 @@ from seedance.daemon.infer_answers import DirectAnswer, KeptAnswer
 from seedance.daemon.kept_request import INFER, KeptRequest, RequestKey
 from seedance.daemon.kept_stream import KeptStream
 from seedance.daemon.kept_streams import MESSAGES, KeptStreams
-from seedance.daemon.protocol.frame import CloseCode, frame_text
+from seedance.daemon.protocol.frame import CloseCode, Opcode, frame_control, frame_text
 from seedance.daemon.protocol.websocket import (
     BinaryReceived,
     CloseReceived,
@@ -33,6 +33,7 @@ PAUSE_PART: Final = 4
 """When such a part of the backlog that a client may have waits for it, the engine leaves its streams out."""
 MISSED_TICKS: Final = 3
 """Who says nothing at all for so many ping intervals is gone."""
+_PING: Final = frame_control(Opcode.PING, b"")
 
 
 class Owner(Protocol):
@@ -110,8 +111,7 @@ class WebSocketConnection:
             return
         self._missed += 1
         if self.web_socket.is_open and not self.flow.waiting_bytes:
-            self.web_socket.send_ping()
-            self._flush()
+            self.send(_PING)
 
     def send(self, frame: bytes) -> None:
         """Send one frame."""

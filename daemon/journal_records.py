@@ -6,7 +6,7 @@ its length. The four that come with every step of the engine are plain bytes, al
     TOKENS    what the engine brought: pairs of stream and token id, as in `channel.Batch.singles`
     FRAMES    frames of one session that were numbered, and how far both directions are
     KEPT      the next record of a kept stream, which one is the oldest now, and how far its client was sent them
-    STEP      frames of many sessions, one of each, as columns (`fm_columns.Frames`)
+    STEP      frames of many sessions, as columns (`fm_columns.Frames`)
     OTHER     any other
 
 The text of a session's stream is not in the journal: it is told again from the token ids, without what is in frames
@@ -214,7 +214,7 @@ def encode_kept(session: int, oldest_seq: int, sent_seq: int, seq: int, data: by
 
 
 def encode_step(sessions: bytes, acked_seqs: bytes, seqs: bytes, begins: bytes, lengths: bytes, data: bytes) -> bytes:
-    """Return the record of one frame of each of many sessions; see `fm_columns.Frames`."""
+    """Return the record of frames of many sessions; see `fm_columns.Frames`."""
     count = COUNT.pack(len(sessions) // 4)
     body = b"".join((count, acked_seqs, seqs, sessions, begins, lengths, data))
     return RECORD.pack(STEP_KIND, len(body)) + body

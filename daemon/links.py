@@ -112,7 +112,7 @@ class QuotaChanged(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
 
 class Query(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """supervisor → worker, gateway: report your statistics now."""
+    """supervisor → worker, gateway: report your statistics now; → zygote: say that you are there."""
 
 
 class Drain(msgspec.Struct, tag=3, array_like=True, frozen=True):
@@ -266,14 +266,14 @@ class Spawn(msgspec.Struct, tag=1, array_like=True, frozen=True):
     settings: WorkerSettings
 
 
-class Preload(msgspec.Struct, tag=2, array_like=True, frozen=True):
+class Preload(msgspec.Struct, tag=3, array_like=True, frozen=True):
     """supervisor → zygote: load a model's tokenizer, so that the workers to come share it; "" is the synthetic one."""
 
     tokenizer_dir: str
 
 
 class ZygoteReady(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """zygote → supervisor: everything a worker needs is imported."""
+    """zygote → supervisor: everything a worker needs is imported; and the answer to `Query`."""
 
 
 class Spawned(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -304,7 +304,7 @@ class Preloaded(msgspec.Struct, tag=5, array_like=True, frozen=True):
     reason: str = ""
 
 
-ZygoteOrder = Spawn | Preload
+ZygoteOrder = Spawn | Query | Preload
 ZygoteReport = ZygoteReady | Spawned | Exited | SpawnFailed | Preloaded
 
 TO_WORKER: Final[Codec[ToWorker]] = Codec(ToWorker)

@@ -9,7 +9,6 @@ operator who writes another model there means that one.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from seedance.daemon.files import replace_file
 from seedance.engine.host_link import CancelLoad, LoadChanged, LoadModel, ModelReady, ToHost
 from seedance.engine.model_load import LoadOrder, LoadPhase, LoadState
 from seedance.engine.settings import EngineSettings
@@ -74,22 +74,15 @@ class ServedModel:
             model=settings.model,
             name=settings.name,
         )
-        new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             if _identity(settings) == _identity(self.configured):
                 self._path.unlink(missing_ok=True)
                 return
             self._path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-            with new.open("wb") as file:
-                file.write(msgspec.json.encode(kept) + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(self._path)
+            replace_file(self._path, msgspec.json.encode(kept) + b"\n")
         except OSError as exc:
             text = "cannot keep in '%s' that '%s' is served: %s; the next start serves what the configuration names"
             _log.error(text, self._path, settings.model, exc.strerror)
-            with contextlib.suppress(OSError):
-                new.unlink(missing_ok=True)
 
 
 def _identity(settings: EngineSettings) -> tuple[str, str, str]:
@@ -169,7 +162,8 @@ class ModelLoads:
         before, self.load = self.load, message.state
         if message.state.is_switched and not before.is_switched:
             self.served.replace(self._settings)
-            _log.info("'%s' is served", self._settings.model)
+            pause_s = message.state.pause_s or 0.0
+            _log.info("'%s' is served; new requests waited %.3f s at most", self._settings.model, pause_s)
         if message.state.phase is LoadPhase.FAILED:
             _log.error("cannot serve '%s', the old model goes on: %s", message.state.order.path, message.state.reason)
         if message.state.phase is LoadPhase.PREPARING and before.phase is not LoadPhase.PREPARING:

@@ -19,6 +19,7 @@ from seedance.engine.request import ModelInfo
 _DOING: Final = {
     LoadPhase.CHECKING: "checking",
     LoadPhase.STARTING: "starting the engine",
+    LoadPhase.RELOADING: "loading the weights into the engine that runs",
     LoadPhase.TRYING: "trying a prompt",
     LoadPhase.PREPARING: "loading the tokenizer",
     LoadPhase.DRAINING: "letting streams end on the old model",
@@ -35,6 +36,16 @@ def load_text(state: LoadState) -> str:
     if state.phase is LoadPhase.DRAINING:
         text += f", {state.streams:,} left"
     return f"{text}: {state.reason}" if state.reason else text
+
+
+def pause_text(state: LoadState) -> str:
+    """Return for how long new requests waited, and why that long; nothing where they did not wait for an engine."""
+    if state.pause_s is None or state.place not in ("reload", "instead"):
+        return ""
+    text = f"new requests waited {state.pause_s:.2f} s at most"
+    if state.reload_s is not None:
+        return f"{text}, of which the engine took {state.reload_s:.2f} s to load and try the weights"
+    return f"{text}, as another engine was started: {state.restart_reason}"
 
 
 def model_text(model: ModelInfo) -> str:

@@ -21,7 +21,7 @@ from seedance.daemon.protocol import sse
 from seedance.daemon.protocol.sse import EventTemplate
 from seedance.daemon.ring.driver import Flow
 from seedance.daemon.service import Answer, Prompt, Service
-from seedance.daemon.stream import Sink
+from seedance.daemon.stream import Sink, Stream
 from seedance.engine.request import FinishReason, TokenLogprobs
 
 _Request = ChatRequest | CompletionRequest
@@ -198,8 +198,8 @@ class _StreamedAnswer(_OpenAIAnswer):
                 for sink, stream in zip(self._sinks, self.streams, strict=True):
                     sink.go_on(sum(map(len, map(self.vocabulary.token_text, stream.token_ids))))
             return
-        for builder, sink in zip(self._builders, self._sinks, strict=True):
-            sink.started()
+        for builder, sink, stream in zip(self._builders, self._sinks, self.streams, strict=True):
+            sink.started(stream)
             if isinstance(builder, ChatStream):
                 self._output.write(builder.role())
 
@@ -255,8 +255,8 @@ class _EventSink:
         self._template = EventTemplate(*builder.around_text())
         self.is_over = False
 
-    def started(self) -> None:
-        """The response has begun."""
+    def started(self, stream: Stream) -> None:
+        """The response has begun; `stream` is what it tells."""
 
     def go_on(self, offset: int) -> None:
         """Go on behind so many characters, which another worker told."""
@@ -299,8 +299,9 @@ class _DirectSink(_EventSink):
         self._flow = exchange.flow
         self._chunked = True
 
-    def started(self) -> None:
+    def started(self, stream: Stream) -> None:
         self._chunked = self._exchange.chunked  # it is known now how the response is framed
+        stream.tells_each = True  # clients take the time between events for that between tokens
         if self._chunked:
             self._answer.bypass(self._exchange, self._template)
 

@@ -32,7 +32,7 @@ class PlainStreams(StreamColumns):
         self._store = FrameStore()
         self._used = 1  # UNKNOWN
         # One more, which stays unknown, for all tokens that are not in the vocabulary.
-        self._slots = np.zeros(token_ids + 1, np.uint32)
+        self._slots = np.zeros(token_ids + 1, np.intp)
         self._addresses = np.zeros(_SLOTS, np.uint64)
         self._lengths = np.zeros(_SLOTS, np.uint32)
 
@@ -47,8 +47,8 @@ class PlainStreams(StreamColumns):
         self._slots[token_id] = slot
         self._used += 1
 
-    def _find_slots(self, rows: NDArray[np.uint32], token_ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    def _find_slots(self, rows: NDArray[np.uint32], token_ids: NDArray[np.uint32]) -> NDArray[np.intp]:
         return self._slots.take(token_ids, mode="clip")
 
-    def _frames(self, rows: NDArray[np.uint32], slots: NDArray[np.uint32]) -> StoredFrames:
+    def _frames(self, rows: NDArray[np.uint32], slots: NDArray[np.intp]) -> StoredFrames:
         return StoredFrames(self._addresses[slots].data, self._lengths[slots].data, self._store)

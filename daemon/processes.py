@@ -42,6 +42,7 @@ from seedance.daemon.links import (
     WorkerFailed,
     WorkerSettings,
     ZygoteOrder,
+    ZygoteReady,
 )
 from seedance.daemon.log_store import LogStore
 from seedance.daemon.model_loads import FILE_NAME, ModelLoads, ServedModel
@@ -125,8 +126,10 @@ class Processes:
         self._secret = secret
         self._changed = changed
         self._preloaded_dirs: set[str] = set()
+        self._preloading = 0
+        self._zygote_is_ready = False
         served = ServedModel(config.engine, Path(config.paths.state) / FILE_NAME)
-        self.loads = ModelLoads(served, self.to_host, lambda folder: self.to_zygote(Preload(folder)), changed)
+        self.loads = ModelLoads(served, self.to_host, self._preload_folder, changed)
         user = config.daemon.user if os.geteuid() == 0 else ""
         self._account = find_account(user, config.path) if user else None
         self._oom_kills: dict[str, int] = {}
@@ -144,7 +147,9 @@ class Processes:
             for name in ("engine_host", "zygote", "gateway")
         )
         self._host = Child("engine host", host, self._reaper, self._host_told, self._host_started, self._host_ended)
-        self._zygote = Child("zygote", zygote, self._reaper, self._zygote_told, self._zygote_started, lambda _: None)
+        self._zygote = Child(
+            "zygote", zygote, self._reaper, self._zygote_told, self._zygote_started, self._zygote_ended
+        )
         self._gateway = Child(
             "gateway", gateway, self._reaper, self._gateway_told, self._gateway_started, self._gateway_ended
         )
@@ -190,7 +195,7 @@ class Processes:
     def check_progress(self, now: float, watchdog: Watchdog) -> bool:
         """Ask the children for a sign of life, and kill who owes one for too long; returns whether nobody does.
 
-        The zygote is not asked: it may load a tokenizer for seconds, and without it everything but new workers goes on.
+        The zygote is not asked while it loads a tokenizer, which may take long.
         """
         self._watchdog = watchdog
         late = watchdog.late(now)
@@ -200,6 +205,9 @@ class Processes:
                 child.kill()
         for name in self._ask_children():
             watchdog.asked(name, now)
+        if self._zygote_is_ready and not self._preloading:
+            self.to_zygote(Query())
+            watchdog.asked(self._zygote.name, now)
         return watchdog.feed(now)
 
     def _answered(self, child: Child) -> None:
@@ -378,11 +386,21 @@ class Processes:
 
     def _zygote_started(self) -> None:
         self._preloaded_dirs.clear()
+        self._preloading = 0
         self._preload()
         self.loads.zygote_started()
         wanted, self._wanted = self._wanted, set()
         for tenant in wanted:
             self.worker_wanted(tenant)
+
+    def _zygote_ended(self, _: str) -> None:
+        self._gone(self._zygote)
+        self._zygote_is_ready = False
+        self.workers.zygote_ended()
+
+    def _preload_folder(self, tokenizer_dir: str) -> None:
+        self._preloading += 1
+        self.to_zygote(Preload(tokenizer_dir))
 
     def _preload(self) -> None:
         """Have the zygote load the model's tokenizer: when there is a model, and when there is a new zygote.
@@ -390,12 +408,12 @@ class Processes:
         That takes seconds with a large vocabulary; a model on this disk needs not wait for the engine.
         """
         if self.engine.model is not None:
-            self.to_zygote(Preload(self.engine.model.tokenizer_dir))
+            self._preload_folder(self.engine.model.tokenizer_dir)
         elif self.loads.served.settings.kind == "vllm":
             with contextlib.suppress(EngineDead):
                 directory = vllm_control.local_model(self.loads.served.settings.model)
                 if directory is not None:
-                    self.to_zygote(Preload(str(directory)))
+                    self._preload_folder(str(directory))
 
     def _zygote_told(self, data: bytes, fds: list[int]) -> None:
         message = ZYGOTE_REPORTS.decode(data)
@@ -407,7 +425,11 @@ class Processes:
             self.workers.exited(message)
         elif isinstance(message, SpawnFailed):
             self.workers.spawn_failed(message)
+        elif isinstance(message, ZygoteReady):
+            self._zygote_is_ready = True
+            self._answered(self._zygote)
         elif isinstance(message, Preloaded):
+            self._preloading -= 1
             if not message.reason:
                 self._preloaded_dirs.add(message.tokenizer_dir)
                 self._tell_engine()

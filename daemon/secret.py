@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import os
 from pathlib import Path
 from typing import Final
 
+from seedance.daemon.files import replace_file
+from seedance.errors import ConfigError
+
 _BYTES: Final = 32
 
 
 def load_secret(path: Path) -> bytes:
-    """Return this installation's secret, made at the first call; only its owner can read it. Raises OSError.
+    """Return this installation's secret, made at the first call; only its owner can read it.
 
     Cache salts come from it: were they guessable, one tenant could find out from timing what another one has asked.
     So do the keys under which sessions' tokens are made: who had one could go on with the tenant's sessions.
+    Raises OSError when it cannot be read or made, and ConfigError when it is not whole.
     """
-    with contextlib.suppress(FileNotFoundError):
-        return path.read_bytes()
-    path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    with open(fd, "wb") as file:
-        file.write(os.urandom(_BYTES))
-        file.flush()
-        os.fsync(fd)
-    new.rename(path)
-    return path.read_bytes()
+    if not path.exists():
+        path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        replace_file(path, os.urandom(_BYTES))
+    secret = path.read_bytes()
+    if len(secret) != _BYTES:
+        reason = f"it has {len(secret)} bytes instead of {_BYTES}; remove it, and sessions from before are not known"
+        raise ConfigError(str(path), "", reason)
+    return secret
 
 
 def cache_salt(secret: bytes, tenant: str) -> str:

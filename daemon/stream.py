@@ -17,7 +17,7 @@ class Sink(Protocol):
     """Where the text of one stream goes; called from the event loop, never after its last call."""
 
     def text_arrived(self, text: str) -> None:
-        """Take more text; never empty."""
+        """Take more text; empty only where the stream `tells_each`."""
 
     def logprobs_arrived(self, text: str, positions: Sequence[TokenLogprobs]) -> None:
         """Take more text, which may be empty, with the log probabilities of the tokens behind it."""
@@ -42,9 +42,10 @@ class Stream:
     A token of `hidden_token_ids` that ends the stream counts, but has no text. `plain` says that a token with a text of
     its own stands for just that text: nothing is held back before it, nothing is looked for in it. With `columns` such
     a token's frame goes past the sink, to the flow of `bypass_fd` (see `EngineClient.bypass`). `output_tokens` lacks
-    the tokens that went this way until the stream has left the engine client. `in_columns` says that its session's
-    TOKENS are made with those of others (`fm_columns`); it lacks those, too, until the stream is out of there.
+    the tokens that went this way until the stream has left the engine client. `in_columns` says that its plain
+    tokens are made TOKENS with those of others (`fm_columns`); it lacks those, too, until the stream is out of there.
     `is_paused` says that the engine was told to leave it out, `is_sampled` that its tokens are drawn by chance.
+    `tells_each` says that its sink is to hear of each token that comes, of one that brings no text by an empty one.
     `tokens` names what its token ids mean (`ModelInfo.tokens`).
 
     `prompt_token_ids`, `sampling`, and `token_ids` of all that came (see `emitted`) are what another engine goes on
@@ -73,6 +74,7 @@ class Stream:
         "sampling",
         "sink",
         "stop",
+        "tells_each",
         "token_ids",
         "tokens",
         "urgency",
@@ -87,7 +89,7 @@ class Stream:
         self.detokenizer = detokenizer
         self.stop = stop
         self.plain = stop is None and detokenizer.is_plain
-        self.in_columns = self.is_paused = self.is_kept = self.is_resumed = self.is_sampled = False
+        self.in_columns = self.is_paused = self.is_kept = self.is_resumed = self.is_sampled = self.tells_each = False
         self.columns: StreamColumns | None = None
         self.bypass_fd = -1
         self.fell_behind: Callable[[int], None] = _nobody

@@ -120,7 +120,7 @@ class StreamColumns:
         return sends, numbers[members.others], token_ids[members.others]
 
     def _take_known(
-        self, members: _Members, token_ids: NDArray[np.uint32], slots: NDArray[np.uint32]
+        self, members: _Members, token_ids: NDArray[np.uint32], slots: NDArray[np.intp]
     ) -> tuple[Sends | None, NDArray[np.uint32], NDArray[np.uint32]]:
         """Take a step in which some tokens are not known (yet)."""
         numbers = np.frombuffer(members.key, np.uint32)
@@ -133,11 +133,11 @@ class StreamColumns:
             sends = Sends(members.fds[is_known].data, self._frames(rows, slots[is_known]))
         return sends, numbers[is_left], token_ids[is_left]
 
-    def _find_slots(self, rows: NDArray[np.uint32], token_ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    def _find_slots(self, rows: NDArray[np.uint32], token_ids: NDArray[np.uint32]) -> NDArray[np.intp]:
         """Return where what was learned of each row's token is; UNKNOWN also for what is not in the vocabulary."""
         raise NotImplementedError
 
-    def _frames(self, rows: NDArray[np.uint32], slots: NDArray[np.uint32]) -> StoredFrames:
+    def _frames(self, rows: NDArray[np.uint32], slots: NDArray[np.intp]) -> StoredFrames:
         """Return the frame of each row; none of the slots is UNKNOWN."""
         raise NotImplementedError
 

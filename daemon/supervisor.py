@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -261,7 +262,7 @@ class Supervisor:
 
     async def _status(self) -> control.StatusReport:
         await self._processes.survey()
-        usage = self._processes.usage()
+        usage, connections = self._processes.usage(), self._processes.workers.connections()
         engine = self._processes.engine
         return control.StatusReport(
             version=__version__,
@@ -282,7 +283,7 @@ class Supervisor:
                 control.ProcessStatus(name=child.name, pid=child.pid, restarts=child.restarts)
                 for child in self._processes.children
             ],
-            tenants=[self._tenant_status(quota, usage) for quota in self._tenants.quotas.values()],
+            tenants=[self._tenant_status(quota, usage, connections) for quota in self._tenants.quotas.values()],
             bad_files=self._bad_files(),
             limits_off=self._limits_off(),
             notes=self._kernel.notes,
@@ -290,14 +291,16 @@ class Supervisor:
             listener_settings=self._listeners.settings(),
         )
 
-    def _tenant_status(self, quota: Quota, usage: Mapping[str, TenantUsage]) -> control.TenantStatus:
+    def _tenant_status(
+        self, quota: Quota, usage: Mapping[str, TenantUsage], connections: Counter[str]
+    ) -> control.TenantStatus:
         worker = self._processes.workers.current.get(quota.tenant)
         return control.TenantStatus(
             quota=quota,
             mark=self._tenants.mark(quota.tenant),
             worker_pid=worker.pid if worker is not None else 0,
             driver=worker.driver if worker is not None else "",
-            connections=self._processes.workers.connections(quota.tenant),
+            connections=connections[quota.tenant],
             used=self._processes.workers.used.get(quota.tenant, LimiterStatistics()),
             io=worker.io if worker is not None else None,
             usage=usage.get(quota.tenant),

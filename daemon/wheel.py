@@ -6,25 +6,29 @@ from typing import Final, Generic, TypeVar
 
 SHORTEST_PLACE_S: Final = 0.01
 MOST_PLACES: Final = 2048
+TOGETHER: Final = 32
+EARLY: Final = 0.1
 _GOLDEN: Final = (5**0.5 - 1) / 2  # whose multiples lie evenly in a circle, however many there are
 
 M = TypeVar("M")
 
 
 class Wheel(Generic[M]):
-    """Visits each member every `period_s`, for the first time in the second half of the first; never later.
+    """Visits each member once in `period_s` or a little less, for the first time in the second half of it.
 
-    However they come, they are spread evenly: what visits cost is never to be paid at once. `members`, in the order in
-    which they came, is only to be read; `now` is any clock's, and `due` is to be asked when `next_s` says.
+    However they come, they are spread evenly: what visits cost is never to be paid at once. But to wake up costs more
+    than some visits, so up to TOGETHER are visited with the first, by that part of the period EARLY. `members`, in the
+    order in which they came, is only to be read; `now` is any clock's, and `due` is to be asked when `next_s` says.
     """
 
-    __slots__ = ("_begun_s", "_count", "_passed", "_place_s", "_places", "_spread", "members")
+    __slots__ = ("_ahead", "_begun_s", "_count", "_passed", "_place_s", "_places", "_spread", "members")
 
     def __init__(self, period_s: float, now: float) -> None:
         self._count = min(max(int(period_s / SHORTEST_PLACE_S), 1), MOST_PLACES)
-        self._place_s = period_s / self._count
+        self._ahead = int(self._count * EARLY)
+        self._place_s = period_s / (self._count + self._ahead)
         self._begun_s = now
-        self._passed = 0  # places since then
+        self._passed = 0  # places since then, some of them ahead of time
         self._spread = 0.0  # as a part of a turn
         self._places: dict[int, set[M]] = {}  # those with anybody in them
         self.members: dict[M, int] = {}
@@ -46,11 +50,18 @@ class Wheel(Generic[M]):
     def due(self, now: float) -> list[M]:
         """Return whom to visit now."""
         passed = int((now - self._begun_s) / self._place_s)
-        first, self._passed = max(self._passed + 1, passed - self._count + 1), passed
-        return [member for at in range(first, passed + 1) for member in self._places.get(at % self._count, ())]
+        first = max(self._passed + 1, passed - self._count + 1)
+        due = [member for at in range(first, passed + 1) for member in self._places.get(at % self._count, ())]
+        self._passed = max(self._passed, passed)
+        if due:
+            last = min(passed + self._ahead, first + self._count - 1)
+            while len(due) < TOGETHER and self._passed < last:
+                self._passed += 1
+                due += self._places.get(self._passed % self._count, ())
+        return due
 
     def next_s(self, now: float) -> float:
-        """Return in how many seconds the next visit is due, at most a turn."""
+        """Return in how many seconds the next visit is due, at most a period."""
         at = next((at for at in self._after() if at % self._count in self._places), self._passed + self._count)
         return max(self._begun_s + at * self._place_s - now, 0.0)
 

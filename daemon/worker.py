@@ -105,7 +105,9 @@ class Worker:
         # Whether anything else was sent meanwhile or not: nobody has to remember who was quiet.
         self._pings: Wheel[Connection] = Wheel(self.ping_interval_s - self._tick_s, loop.time())
         self._connections = self._pings.members
-        self._checks = Rounds(self._connections, self._tick_s, _CHECKS_AT_ONCE, loop.time())
+        # WebSockets have no deadlines, and are looked at when they are pinged: most of many are idle.
+        self._http: dict[HttpConnection, None] = {}
+        self._checks = Rounds(self._http, self._tick_s, _CHECKS_AT_ONCE, loop.time())
         self._patience_s = {
             Phase.IDLE: settings.http.idle_timeout_s,
             Phase.HEAD: settings.http.head_timeout_s,
@@ -152,6 +154,7 @@ class Worker:
         connection = HttpConnection(self, handover.peer, handover.listener)
         connection.flow = self._driver.open(fds[0], connection)
         self._pings.add(connection)
+        self._http[connection] = None
         connection.data_received(handover.data)
 
     def hand_back(self, connection: HttpConnection, data: bytes) -> None:
@@ -162,9 +165,7 @@ class Worker:
         connection.flow.endpoint = _Leaving(late, lambda: self.forget(connection))
 
         def detached(fd: int) -> None:
-            self._pings.remove(connection)
-            self._stalled.pop(connection, None)
-            self._idle_since_s = self._loop.time()
+            self._remove(connection)
             everything = data + b"".join(late)
             if len(everything) <= MAX_HANDOVER_BYTES:
                 packet = TO_GATEWAY.encode(HandBack(connection.peer, connection.listener, everything))
@@ -186,7 +187,7 @@ class Worker:
         flow.send(connection.http.data_to_send())
         web_socket = self._web_socket(request.path, flow)
         flow.endpoint = web_socket
-        self._pings.remove(connection)
+        self._remove(connection)
         self._pings.add(web_socket)
         if rest:
             web_socket.data_received(rest)
@@ -200,12 +201,17 @@ class Worker:
     def forget(self, connection: Connection) -> None:
         if connection not in self._connections:
             return
-        self._pings.remove(connection)
-        self._stalled.pop(connection, None)
+        self._remove(connection)
         self._count_released()
-        self._idle_since_s = self._loop.time()
         if self.leaving and not self._connections:
             self._finish()
+
+    def _remove(self, connection: Connection) -> None:
+        self._pings.remove(connection)
+        self._stalled.pop(connection, None)
+        if isinstance(connection, HttpConnection):
+            del self._http[connection]
+        self._idle_since_s = self._loop.time()
 
     def _count_released(self) -> None:
         if not self._released:
@@ -221,10 +227,12 @@ class Worker:
     def _turn(self) -> None:
         """Look at some of the connections, and about once a second at what is not theirs."""
         now = self._loop.time()
-        for connection in self._checks.due(now):
-            self._check(connection, now)
+        for http in self._checks.due(now):
+            self._check_deadline(http, now)
+            self._check_stalled(http, now, http.flow.waiting_bytes if http.http.phase is Phase.STREAMING else 0)
         for connection in self._pings.due(now):
             if not isinstance(connection, HttpConnection):
+                self._check_stalled(connection, now, connection.flow.waiting_bytes)
                 connection.tick()
             elif connection.http.phase is Phase.STREAMING:
                 connection.ping()
@@ -240,6 +248,8 @@ class Worker:
         self._tell_limiter()
         self.service.resume_all()
         self.service.engine.end_overdue()
+        for connection in [one for one in self._stalled if not isinstance(one, HttpConnection)]:
+            self._check_stalled(connection, now, connection.flow.waiting_bytes)
         idle_s = now - self._idle_since_s
         is_idle = not self._connections and not len(self.sessions) and not len(self.streams)
         if is_idle and not self._idle_told and idle_s >= self._settings.worker.idle_timeout_s:
@@ -247,19 +257,11 @@ class Worker:
             self.sessions.leave()
             self._report(WorkerIdle())
 
-    def _check(self, connection: Connection, now: float) -> None:
-        may_stall = True
-        if isinstance(connection, HttpConnection):
-            may_stall = connection.http.phase is Phase.STREAMING
-            self._check_deadline(connection, now)
-        if may_stall and connection.flow.waiting_bytes:
-            self._check_stalled(connection, now)
-        elif connection in self._stalled:
-            del self._stalled[connection]
-
-    def _check_stalled(self, connection: Connection, now: float) -> None:
+    def _check_stalled(self, connection: Connection, now: float, left_bytes: int) -> None:
         """Cut off who has taken nothing for `idle_timeout` of a stream that waits for it, paused or not."""
-        left_bytes = connection.flow.waiting_bytes
+        if not left_bytes:
+            self._stalled.pop(connection, None)
+            return
         before_bytes, deadline_s = self._stalled.get(connection, (0, 0.0))
         if left_bytes != before_bytes:
             self._stalled[connection] = left_bytes, now + self._settings.http.idle_timeout_s

@@ -14,12 +14,13 @@ import logging
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import Mapping
 from typing import Final, Protocol
 
 import msgspec
 
-from seedance.daemon.children import Backoff, Reaper, Survey, exit_text, wait_set
+from seedance.daemon.children import Backoff, Reaper, Survey, exit_text, has_child, wait_set
 from seedance.daemon.links import (
     LAST_WORDS_S,
     WORKER_ORDERS,
@@ -275,9 +276,12 @@ class Workers:
                 survey.ask(f"worker {worker.number}")
                 worker.send(Query())
 
-    def connections(self, tenant: str) -> int:
-        """Return how many connections a tenant's workers had when they were last asked."""
-        return sum(worker.connections for worker in self._of(tenant))
+    def connections(self) -> Counter[str]:
+        """Return how many connections each tenant's workers had when they were last asked."""
+        connections: Counter[str] = Counter()
+        for worker in self._workers.values():
+            connections[worker.tenant] += worker.connections
+        return connections
 
     async def stop(self, deadline_s: float) -> None:
         """End all workers: their streams within `deadline_s`, themselves soon after, or else by force.
@@ -348,10 +352,26 @@ class Workers:
         worker = self._workers.pop(report.worker, None)
         if worker is None:
             return
+        how = exit_text(report.status) + self._neighbours.exit_cause(worker.tenant, report.status)
+        self._ended(worker, how, expected=worker.leaving and report.status == 0)
+
+    def zygote_ended(self) -> None:
+        """Take the news that the zygote is gone: what it has not told until now nobody will tell.
+
+        The workers that live are this process's children from now on. One whose process was not reported is given up
+        (it ends with its links), and the next zygote forks another.
+        """
+        for worker in list(self._workers.values()):
+            if not worker.pid:
+                self._gone(worker)
+            elif not has_child(worker.pid):
+                del self._workers[worker.number]
+                self._ended(worker, "ended together with the zygote", expected=worker.leaving)
+
+    def _ended(self, worker: Worker, how: str, *, expected: bool) -> None:
         self._reaper.forget(worker.pid)
         self._gone(worker)
-        level = logging.DEBUG if worker.leaving and report.status == 0 else logging.ERROR
-        how = exit_text(report.status) + self._neighbours.exit_cause(worker.tenant, report.status)
+        level = logging.DEBUG if expected else logging.ERROR
         _log.log(
             level, "worker of tenant '%s', pid %d, %s", worker.tenant, worker.pid, how, extra={"tenant": worker.tenant}
         )

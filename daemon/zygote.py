@@ -31,6 +31,7 @@ from seedance.daemon.links import (
     Exited,
     Preload,
     Preloaded,
+    Query,
     Spawn,
     Spawned,
     SpawnFailed,
@@ -84,6 +85,8 @@ class Zygote:
             order = ZYGOTE_ORDERS.decode(data)
             if isinstance(order, Preload):
                 self._load(order.tokenizer_dir)
+            elif isinstance(order, Query):
+                self._report(ZygoteReady())
             elif len(fds) == _SPAWN_DESCRIPTORS:
                 self._fork(order, fds)
             else:

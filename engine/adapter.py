@@ -112,6 +112,13 @@ class EngineAdapter(Protocol):
     def remember(self, model: ModelInfo) -> None:
         """Take note of the model that it serves as the next host is to know it."""
 
+    async def reload(self, name: str, model: str) -> ModelInfo:
+        """Serve the model in another directory, of the same layout and with the same tokens, by its weights alone.
+
+        Only while nothing runs. What was cached of prompts is forgotten. Raises EngineError when it cannot, and has the
+        weights of either, or of both, then; EngineDead when it has died of it.
+        """
+
     def submit(
         self,
         key: int,

@@ -148,10 +148,14 @@ class ModelComing(msgspec.Struct, tag=20, array_like=True, frozen=True):
 
 
 class Noted(msgspec.Struct, tag=22, array_like=True, frozen=True):
-    """host → worker: what the clients of these streams are told."""
+    """host → worker: what the clients of these streams are told.
+
+    `is_same` says that those whose tokens are drawn by chance go on with the same random numbers.
+    """
 
     streams: list[int]
     note: str
+    is_same: bool = False
 
 
 class ModelPrepared(msgspec.Struct, tag=21, array_like=True, frozen=True):

@@ -18,46 +18,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import gc
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from seedance.engine import failover
-from seedance.engine.adapter import EngineAdapter, EngineState, Output
+from seedance.engine.adapter import EngineState, Output
 from seedance.engine.core_watch import CoreWatch
+from seedance.engine.engine import Engine, Role
+from seedance.engine.fallback import fallback_settings, require_mps
 from seedance.engine.gpu_memory import Action, Watermark
 from seedance.engine.gpu_watch import GpuWatch
 from seedance.engine.ledger import ENGINES, Ledger
 from seedance.engine.progress import LOOK_EVERY_S
-from seedance.engine.request import ModelInfo
 from seedance.engine.settings import EngineSettings
 from seedance.engine.source import EngineSource
 from seedance.engine.token_names import TokenNames
 from seedance.errors import EngineDead
-from seedance.qos.gpu import GpuPart, mps_command, mps_error
 
 if TYPE_CHECKING:
     from seedance.engine.vllm_control import LeftCore
 
-_FALLBACK_RUN_DIR: Final = "cpu"
-
 log = logging.getLogger("seedance.engine.host")
-
-
-class Role(enum.StrEnum):
-    """What an engine is for."""
-
-    STARTING = "starting"
-    TRIAL = "trial"
-    STANDBY = "standby"
-    ACTIVE = "active"
-    LEAVING = "leaving"
-    GONE = "gone"
 
 
 class EnginesOwner(Protocol):
@@ -83,60 +69,6 @@ class EnginesOwner(Protocol):
 
     def move(self, source: Engine, target: Engine) -> None:
         """Have another engine go on with an engine's generations."""
-
-
-class Engine:
-    """One engine from its start to its end; its adapter's `EngineEvents`.
-
-    `row` is its place in the ledger. `is_fallback` says that it is the one on the processor, `was_left` that it had
-    another host before.
-    """
-
-    def __init__(
-        self,
-        settings: EngineSettings,
-        adapter: EngineAdapter,
-        ledger: Ledger,
-        owner: Engines,
-        *,
-        is_fallback: bool,
-        was_left: bool,
-    ) -> None:
-        self.settings = settings
-        self.adapter = adapter
-        self.ledger = ledger
-        self.is_fallback = is_fallback
-        self.was_left = was_left
-        self.role = Role.STARTING
-        self.model: ModelInfo | None = None
-        self.figures = ""
-        self.ready_s = 0.0
-        self._owner = owner
-        self.step_completed: Callable[..., None] = owner.step_completed  # not a method: this is the way of every token
-
-    @property
-    def row(self) -> int:
-        """Its place in the ledger."""
-        return self.ledger.engine_row
-
-    @contextlib.contextmanager
-    def probed(self, take: Callable[[Sequence[Output]], None]) -> Iterator[None]:
-        """Give the outputs of its steps to somebody else for a while, as long as nobody else has asked it for any."""
-        assert self.role is Role.TRIAL, "cannot take the outputs of an engine that serves"
-        self.step_completed = take
-        try:
-            yield
-        finally:
-            self.step_completed = self._owner.step_completed
-
-    def state_changed(self, state: EngineState, detail: str) -> None:
-        """Take the adapter's news; an end during its start is told by that."""
-        if state is EngineState.READY:
-            self.figures = detail
-        elif state is EngineState.STARTING:
-            self._owner.starts(self, detail)
-        elif state is EngineState.DEAD and self.role is not Role.STARTING:
-            self._owner.engine_died(self, detail)
 
 
 class Engines:
@@ -284,6 +216,18 @@ class Engines:
         """How many engines would take over at once."""
         return sum(engine.role is Role.STANDBY for engine in self.all)
 
+    async def reload(self, engine: Engine, settings: EngineSettings) -> None:
+        """Have an engine load the weights of a model with the same layout and tokens; between `hold` and `release`.
+
+        Nothing may run on it. Raises EngineError when it has not done so, EngineDead when it has died of it.
+        """
+        assert self._is_replacing, "cannot load other weights into an engine that gets requests"
+        assert engine.model is not None, "cannot load other weights into an engine that has none"
+        model = await engine.adapter.reload(settings.name, settings.model)
+        engine.model = msgspec.structs.replace(model, tokens=engine.model.tokens)
+        engine.settings = settings
+        engine.adapter.remember(engine.model)
+
     async def step_down(self) -> None:
         """End the active engine and those that stand by, with nobody to follow; returns when they have gone.
 
@@ -332,8 +276,8 @@ class Engines:
         self._let_go(engine)
         self._owner.engine_ended(engine)
         if engine is not self.active:
-            if self.active is not None:
-                self._owner.engine_takes(self.active)
+            if self.taking is not None:
+                self._owner.engine_takes(self.taking)
             return
         self.active = None
         self._recovers = True
@@ -478,25 +422,3 @@ class Engines:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def fallback_settings(settings: EngineSettings) -> EngineSettings:
-    """Return the settings of the engine on the processor: the same model, without the GPU's part and sizes."""
-    return msgspec.structs.replace(
-        settings,
-        python=settings.failover.cpu_python,
-        kv_bytes=settings.failover.cpu_kv_bytes,
-        run_dir=f"{settings.run_dir}/{_FALLBACK_RUN_DIR}",
-        enforce_eager=None,
-        gpu=GpuPart(),
-    )
-
-
-def require_mps(part: GpuPart) -> None:
-    """Raise EngineDead where nothing keeps an engine to its part of a GPU: CUDA would run it without limits."""
-    error = mps_error(part.mps_directory) if part.needs_mps else ""
-    if error:
-        raise EngineDead(
-            f"cannot keep the engine within engine.gpu.threads and engine.gpu.memory: {error}; "
-            f"start it by `{mps_command(part.mps_directory)}`, or leave them out"
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from seedance.engine.adapter import Output
 from seedance.engine.emitted import Emitted
 from seedance.engine.host_channel import Channel, Generation
 from seedance.engine.ledger import STREAMS
+
+if TYPE_CHECKING:
+    from seedance.engine.engine import Engine
 
 _NOBODY: Final = 0
 
@@ -68,6 +71,15 @@ class Generations:
         self._channel_numbers[key] = _NOBODY
         if not channel.generations:
             del self._channels[channel.number + 1]
+
+    def take_back(self, engine: Engine) -> list[Generation]:
+        """Have an engine drop what it has of them; those are returned, up to date, and have no engine."""
+        self.fold()
+        taken = [generation for generation in self if generation.engine is engine]
+        engine.adapter.abort([generation.key for generation in taken])
+        for generation in taken:
+            generation.engine = None
+        return taken
 
     def brought(self, singles: bytes, outputs: Sequence[Output]) -> None:
         """Keep what a step has brought: `singles` as in `channel.Batch`, with keys in the place of streams."""

@@ -48,6 +48,7 @@ _BLOCK: Final = 1 << 20
 _BYTES_PER_WEIGHT: Final = 2
 _TOKENIZER_BYTES: Final = 64 << 20
 _EX_CONFIG: Final = 78
+_INTERRUPTED: Final = 130  # what a shell makes of a program that SIGINT has ended
 
 Report = Callable[[str], None]
 
@@ -177,12 +178,14 @@ def _write_model(gguf_file: Path, result: Path, report: Report) -> None:
             dtype=torch.bfloat16,
         )
     report("writing the model")
-    tokenizer.save_pretrained(result, save_jinja_files=False)
     try:
+        tokenizer.save_pretrained(result, save_jinja_files=False)
         model.save_pretrained(result)
+    except OSError:
+        raise
     except Exception as exc:
-        # safetensors reports a full disk as an error class of its own, with the system's text in it.
-        raise KernelError("write the weights", errno.ENOSPC if "os error 28" in str(exc) else errno.EIO) from exc
+        # tokenizers and safetensors report a full disk as error classes of their own, with the system's text in it.
+        raise KernelError("write the model", errno.ENOSPC if "os error 28" in str(exc) else errno.EIO) from exc
     _tell_eos(result)
 
 
@@ -258,15 +261,18 @@ def main(arguments: list[str] | None = None) -> int:
         with _progress(source.name) if not (options.into / source.directory_name).is_dir() else _silent() as report:
             target = convert(source, options.into, report)
     except SeedanceError as exc:
-        print(exc, file=sys.stderr)
+        is_full = isinstance(exc, KernelError) and exc.errno == errno.ENOSPC
+        print(exc, "; make room there, or choose another place" if is_full else "", sep="", file=sys.stderr)
         return _EX_CONFIG if isinstance(exc, ConfigError) else os.EX_IOERR
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     if not options.file:
         print(
             "Gemma is provided under and subject to the Gemma Terms of Use, found at ai.google.dev/gemma/terms\n"
             f"(a copy lies in {target / 'GEMMA_TERMS.html'}).",
             file=sys.stderr,
         )
-    print(target)
+    print(target.absolute())
     return 0
 
 

@@ -21,9 +21,20 @@ from typing import Final
 
 from seedance.engine import failover, host_link
 from seedance.engine.adapter import EngineState, EngineStatistics, Output
-from seedance.engine.channel import Abort, Delta, EngineChanged, ModelPrepared, Refused, Submit, ToHost, pack_singles
+from seedance.engine.channel import (
+    Abort,
+    Delta,
+    EngineChanged,
+    ModelPrepared,
+    Noted,
+    Refused,
+    Submit,
+    ToHost,
+    pack_singles,
+)
+from seedance.engine.engine import Engine, Role
 from seedance.engine.engine_queue import EngineQueue
-from seedance.engine.engines import Engine, Engines, Role
+from seedance.engine.engines import Engines
 from seedance.engine.generations import Generations
 from seedance.engine.host_channel import Channel, Generation, by_engine
 from seedance.engine.host_loads import HostLoads
@@ -182,11 +193,7 @@ class EngineHost:
 
     def move(self, source: Engine, target: Engine) -> None:
         """Have another engine go on with what one runs."""
-        self._generations.fold()
-        moving = [generation for generation in self._generations if generation.engine is source]
-        source.adapter.abort([generation.key for generation in moving])
-        for generation in failover.in_order(moving):
-            generation.engine = None
+        for generation in failover.in_order(self._generations.take_back(source)):
             self._go_on(generation, target)
 
     def _go_on(self, generation: Generation, engine: Engine) -> None:
@@ -287,10 +294,13 @@ class EngineHost:
             channel.flush()
             return None
         try:
-            if engine is not None and not self._claim(generation, engine):
+            is_claimed = engine is not None and self._claim(generation, engine)
+            if engine is not None and not is_claimed:
                 self._give(generation, engine)
         except EngineError as exc:
             return exc
+        if engine is not None and message.emitted_token_ids and message.sampling.temperature > 0:
+            channel.send(Noted([message.stream], failover.CONTINUED, is_same=is_claimed))
         if generation.is_over:
             return None
         key = generation.key

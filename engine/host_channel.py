@@ -32,7 +32,7 @@ from seedance.engine.survivors import claim_of
 from seedance.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
-    from seedance.engine.engines import Engine
+    from seedance.engine.engine import Engine
 
 _RECEIVE_BYTES: Final = 256 << 10
 # A worker that does not read its refusals is not read from either.

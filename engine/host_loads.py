@@ -9,7 +9,8 @@ from typing import Final
 
 from seedance.engine import failover
 from seedance.engine.channel import ModelComing, ModelPrepared, Noted
-from seedance.engine.engines import Engine, Engines
+from seedance.engine.engine import Engine
+from seedance.engine.engines import Engines
 from seedance.engine.generations import Generations
 from seedance.engine.host_channel import Channel, Generation
 from seedance.engine.host_link import CancelLoad, LoadChanged, LoadModel, ModelReady
@@ -103,6 +104,10 @@ class HostLoads:
         """See `SwapHost`."""
         return sum(generation.engine is engine for generation in self._generations)
 
+    def take_back(self, engine: Engine) -> None:
+        """See `SwapHost`."""
+        self._generations.take_back(engine)
+
     def tell_replaced(self, engine: Engine) -> None:
         """See `SwapHost`."""
         self._generations.fold()
@@ -113,7 +118,5 @@ class HostLoads:
 
     def drop(self, engine: Engine, error: EngineError) -> None:
         """See `SwapHost`."""
-        dropped = [generation for generation in self._generations if generation.engine is engine]
-        engine.adapter.abort([generation.key for generation in dropped])
-        for generation in dropped:
+        for generation in self._generations.take_back(engine):
             self._fail(generation, error)

@@ -29,12 +29,13 @@ _TELL_S: Final = 0.1
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What to check. With `tokens_only` it is just read what the model's token ids mean."""
+    """What to check. With `tokens_only` just what the model's token ids mean is read, with `heads_only` no weights."""
 
     path: str
     needs_tokenizer: bool = True
     needs_manifest: bool = False
     tokens_only: bool = False
+    heads_only: bool = False
 
     def arguments(self) -> list[str]:
         """Return the command line that asks for this, without the interpreter."""
@@ -42,6 +43,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             "--no-tokenizer": not self.needs_tokenizer,
             "--manifest": self.needs_manifest,
             "--tokens": self.tokens_only,
+            "--heads": self.heads_only,
         }
         return ["-P", "-m", PROGRAM, *(flag for flag, is_set in flags.items() if is_set), "--", self.path]
 
@@ -98,7 +100,8 @@ def check(request: Request, tell: Callable[[Line], None]) -> bool:
         files = model_files.inspect(
             Path(request.path), needs_tokenizer=request.needs_tokenizer, needs_manifest=request.needs_manifest
         )
-        model_files.verify(files, progress)
+        if not request.heads_only:
+            model_files.verify(files, progress)
     except ConfigError as exc:
         tell(Refused(str(exc)))
         return False
@@ -120,10 +123,12 @@ def main() -> None:
     parser.add_argument("--no-tokenizer", action="store_true", help="it needs none")
     parser.add_argument("--manifest", action="store_true", help=f"refuse it without {model_files.MANIFEST}")
     parser.add_argument("--tokens", action="store_true", help="say what its token ids mean, and nothing else")
+    parser.add_argument("--heads", action="store_true", help="look at its files without reading their weights")
     options = parser.parse_args()
     request = Request(
         path=options.path,
         tokens_only=options.tokens,
+        heads_only=options.heads,
         needs_tokenizer=not options.no_tokenizer,
         needs_manifest=options.manifest,
     )

@@ -22,11 +22,12 @@ from typing import Any, Final
 import msgspec
 
 from seedance.engine import safetensors
-from seedance.engine.model_shapes import ModelConfig, misfit, parse_config
+from seedance.engine.model_shapes import ModelConfig, layout, misfit, parse_config
 from seedance.engine.safetensors import Tensor
 from seedance.errors import ConfigError
 
 MANIFEST: Final = "SHA256SUMS"
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 INDEX: Final = "model.safetensors.index.json"
 WINDOW_BYTES: Final = 16 << 20
 """So much is asked for, and read, at a time; the window after the one that is read is under way meanwhile."""
@@ -43,7 +44,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     `weights` are the files with its tensors. `checksums` is what the manifest says of files in the directory, by name;
     empty without one. `tokens_digest` is the same for two models whose token ids mean the same, and empty where no
-    tokenizer was asked for.
+    tokenizer was asked for. `layout` is the same for two models that differ in the numbers of their tensors alone.
     """
 
     path: str
@@ -53,6 +54,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: tuple[str, ...]
     config: ModelConfig
     tokens_digest: str
+    layout: str
     checksums: Mapping[str, str]
 
 
@@ -87,11 +89,21 @@ def inspect(path: Path, *, needs_tokenizer: bool = True, needs_manifest: bool = 
         dtypes=tuple(sorted({tensor.dtype for tensor in tensors.values()})),
         config=config,
         tokens_digest=tokens_digest(path) if needs_tokenizer else "",
+        layout=_layout(path, tensors),
         checksums=checksums,
     )
     if checksums:
         _require_listed(path, [*weights, "config.json", *(["tokenizer.json"] if needs_tokenizer else [])], checksums)
     return files
+
+
+def check_weights(path: Path) -> None:
+    """Look whether a directory's safetensors files are all there and whole, by their heads; other formats are not seen.
+
+    Raises ConfigError.
+    """
+    for name in _weight_names(path, _read_index(path / INDEX)):
+        read_tensors(path / name)
 
 
 def verify(files: ModelFiles, progress: Progress) -> None:
@@ -185,10 +197,18 @@ def _read_config(path: Path) -> ModelConfig:
         raise ConfigError(str(path), "", str(exc)) from exc
 
 
+def _layout(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    try:
+        tokenizer_config = (path / TOKENIZER_CONFIG).read_bytes() if (path / TOKENIZER_CONFIG).exists() else b""
+        return layout((path / "config.json").read_bytes(), tokenizer_config, tensors)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(str(path / TOKENIZER_CONFIG), "", str(exc)) from exc
+
+
 def _read_weights(path: Path) -> tuple[list[str], dict[str, Tensor]]:
     """Return the names of the files with weights, and all their tensors by name."""
     index = _read_index(path / INDEX)
-    names = sorted(set(index.values())) if index else sorted(file.name for file in path.glob("*.safetensors"))
+    names = _weight_names(path, index)
     if not names:
         raise ConfigError(str(path), "", "it has no *.safetensors; other formats cannot be checked, convert it")
     place: dict[str, str] = {}
@@ -202,6 +222,10 @@ def _read_weights(path: Path) -> tuple[list[str], dict[str, Tensor]]:
         if place.get(tensor_name) != name:
             raise ConfigError(str(path / name), "", f"it lacks tensor '{tensor_name}', which {INDEX} says is in it")
     return names, tensors
+
+
+def _weight_names(path: Path, index: Mapping[str, str]) -> list[str]:
+    return sorted(set(index.values())) if index else sorted(file.name for file in path.glob("*.safetensors"))
 
 
 def _read_index(path: Path) -> dict[str, str]:

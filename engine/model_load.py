@@ -11,7 +11,10 @@ Policy = Literal["finish", "continue"]
 """What becomes of streams that run at the switch: they end where they began, or go on with the new model at once."""
 
 Place = Literal["auto", "beside", "instead"]
-"""Where the new engine comes up: beside the old one, or after it has gone, as there is memory for one alone."""
+"""Where a new model comes up: beside the old one, or in its place, as there is memory for one alone."""
+
+Way = Literal["", "beside", "reload", "instead"]
+"""How it came up: in an engine beside the old one, in the same engine, or in one that was started after the old one."""
 
 DEFAULT_DRAIN_S: Final = 600.0
 
@@ -19,12 +22,14 @@ DEFAULT_DRAIN_S: Final = 600.0
 class LoadPhase(enum.StrEnum):
     """How far a load is; the values are for status.
 
-    CHECKING → STARTING → TRYING → PREPARING → DRAINING → SERVED. Where there is memory for one engine alone, DRAINING
-    comes before STARTING. FAILED may follow each of those before SERVED, and then the old model is served as before.
+    CHECKING → STARTING → TRYING → PREPARING → DRAINING → SERVED. Where there is memory for one engine alone, PREPARING
+    and DRAINING come before STARTING, or RELOADING. FAILED may follow each of those before SERVED, and then the old
+    model is served as before.
     """
 
     CHECKING = "checking"
     STARTING = "starting"
+    RELOADING = "reloading"
     TRYING = "trying"
     PREPARING = "preparing"
     DRAINING = "draining"
@@ -54,18 +59,22 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class LoadState(msgspec.Struct, frozen=True, kw_only=True):
     """How a load goes. `is_switched` says that new requests go to the new model.
 
-    `reason` is why it failed. `done_bytes` of `total_bytes` have been checked; `has_manifest` says whether against
-    checksums. `streams` run on the old engine still. `pause_s` is how long new requests waited at most, None before.
+    `reason` is why it failed. `restart_reason` is why the engine that ran could not take the new weights, where there
+    was memory for one alone. `done_bytes` of `total_bytes` have been checked; `has_manifest` says whether against
+    checksums. `streams` run on the old engine still. `pause_s` is how long new requests waited at most, None before
+    that is known; for `reload_s` of that time the engine stood still for other weights.
     """
 
     order: LoadOrder
     phase: LoadPhase = LoadPhase.CHECKING
     is_switched: bool = False
     reason: str = ""
-    place: Place = "auto"
+    place: Way = ""
+    restart_reason: str = ""
     done_bytes: int = 0
     total_bytes: int = 0
     has_manifest: bool = False
     weight_bytes: int = 0
     streams: int = 0
     pause_s: float | None = None
+    reload_s: float | None = None

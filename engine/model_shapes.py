@@ -1,11 +1,12 @@
 """Whether the tensors of a model fit what its configuration says: embeddings, output layer, number of layers.
 
 An engine finds that out too, after seconds and in words of its own; here it takes no time, and the reason is one line.
-What an architecture names otherwise is not judged.
+What an architecture names otherwise is not judged. And whether two models differ in nothing but numbers: their layout.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final
@@ -14,6 +15,8 @@ import msgspec
 
 from seedance.engine.safetensors import Tensor
 
+_NO_LAYOUT: Final = ("_name_or_path", "transformers_version", "seed")
+"""Of `config.json`: where a model is from, and by what a model of the synthetic engine differs from others."""
 _FLOATS: Final = frozenset(("F16", "BF16", "F32", "F64"))
 _EMBEDDING: Final = re.compile(r"(.*\.)?(embed_tokens|wte)\.weight")
 _OUTPUT: Final = re.compile(r"((model|language_model|transformer)\.)*(lm_head|embed_out|output)\.weight")
@@ -80,6 +83,22 @@ def parse_config(data: bytes) -> ModelConfig:
         embedding_size=said("word_embed_proj_dim"),
         seed=file.seed,
     )
+
+
+def layout(config: bytes, tokenizer_config: bytes, tensors: Mapping[str, Tensor]) -> str:
+    """Return a digest of all that makes an engine but the numbers in its tensors, and the meaning of its tokens.
+
+    Of the tokenizer's configuration that is the token that ends a text. Raises ValueError when a file cannot be read.
+    """
+    try:
+        means: dict[str, Any] = msgspec.json.decode(config, type=dict[str, Any])
+        end = msgspec.json.decode(tokenizer_config or b"{}", type=dict[str, Any]).get("eos_token")
+    except msgspec.DecodeError as exc:
+        raise ValueError(f"it cannot be read ({exc})") from exc
+    for name in _NO_LAYOUT:
+        means.pop(name, None)
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    return hashlib.sha256(msgspec.json.encode([means, end, shapes], order="sorted")).hexdigest()
 
 
 def misfit(config: ModelConfig, tensors: Mapping[str, Tensor]) -> str | None:

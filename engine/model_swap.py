@@ -1,11 +1,14 @@
 """One model in the place of another: from the order to the end of the old engine, as a task of the engine host.
 
     beside:   check ─► start ─► try ─► prepare ─► switch ─► drain the old ─► end it
+    reload:   check ─► prepare ─► drain the old ─► take back what runs ─► reload ─► try ─► switch
     instead:  check ─► prepare ─► drain the old ─► end it ─► start ─► try ─► switch
 
-Until the switch everything that goes wrong ends the load with a reason, and the old model serves: it was never touched,
-or, where there is memory for one engine alone, is started again. The switch itself is one call in the host's loop. A
-request that was tokenised for the old model goes there as long as that is up, and so it stays for a moment.
+Where there is memory for one engine alone, it is given other weights (`model_reload`) if the new model has the layout
+and the tokens of the old one, and is ended for another one if not. Until the switch everything that goes wrong ends the
+load with a reason, and the old model serves: it was never touched, or is loaded or started again. The switch itself is
+one call in the host's loop. A request that was tokenised for the old model goes there as long as that is up, and so it
+stays for a moment.
 """
 
 from __future__ import annotations
@@ -18,23 +21,22 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from seedance.engine import canary, placement
-from seedance.engine.canary import Canary
+from seedance.engine import model_reload, model_trial, placement
 from seedance.engine.check_process import check_model
-from seedance.engine.engines import Engine, Engines, Role
+from seedance.engine.engine import Engine, Role
+from seedance.engine.engines import Engines
 from seedance.engine.model_check import Read, Request
 from seedance.engine.model_files import ModelFiles
 from seedance.engine.model_load import LoadOrder, LoadPhase, LoadState, Place
-from seedance.engine.request import NOT_URGENT, ModelInfo, TenantContext
+from seedance.engine.model_reload import PAUSE_S
+from seedance.engine.request import ModelInfo
 from seedance.engine.settings import EngineSettings
 from seedance.errors import EngineError
 
 LATE_S: Final = 5.0
 """So long after the switch requests still come that were tokenised for the old model."""
 
-_CANARY_TENANT: Final = TenantContext(name="", scheduling_class="", cache_salt="canary")
 _PREPARE_S: Final = 120.0
-PAUSE_S: Final = 120.0  # with room for one engine alone; then the old one is started again
 _LOOK_S: Final = 0.1
 
 Check = Callable[[Request, Callable[[Read], None]], Awaitable[ModelFiles]]
@@ -60,6 +62,9 @@ class SwapHost(Protocol):
 
     def move(self, source: Engine, target: Engine) -> None:
         """Have another engine go on with an engine's generations."""
+
+    def take_back(self, engine: Engine) -> None:
+        """Have an engine drop its generations, which wait from now on."""
 
     def tell_replaced(self, engine: Engine) -> None:
         """Tell the clients of an engine's generations that these go on with another model."""
@@ -128,7 +133,7 @@ class ModelSwap:
             )
         place = await self._place(files)
         self._tell(LoadPhase.CHECKING, place=place, weight_bytes=files.weight_bytes, has_manifest=bool(files.checksums))
-        log.info("'%s' comes up %s the engine that serves", order.path, place if place == "beside" else "instead of")
+        log.info("'%s' comes up %s the one that is served", order.path, place if place == "beside" else "instead of")
         if place == "beside":
             await self._load_beside()
         else:
@@ -176,19 +181,21 @@ class ModelSwap:
             await self._drain(old)
             self._engines.retire(old)
 
-    def _switch(self, engine: Engine, began_s: float) -> None:
-        """Give new requests to the new engine, and start no other than such from now on."""
+    def _switch(self, engine: Engine, began_s: float, *, reload_s: float | None = None) -> None:
+        """Give new requests to the new model, and start no engine of another one from now on."""
         self._engines.settings = self._settings
         self._engines.choose(engine)
         for other in [other for other in self._engines.all if other.role is Role.STANDBY]:
             self._engines.retire(other)
-        self._tell(LoadPhase.DRAINING, is_switched=True, pause_s=self._loop.time() - began_s)
+        pause_s = self._loop.time() - began_s
+        self._tell(LoadPhase.DRAINING, is_switched=True, pause_s=pause_s, reload_s=reload_s, streams=0)
 
     # -- instead ------------------------------------------------------------------------------------------------------
 
     async def _load_instead(self, files: ModelFiles) -> None:
         synthetic = self._settings.kind == "synthetic"
         await self._prepare("" if synthetic else str(Path(self._settings.model).resolve()))
+        restart_reason = await self._restart_reason(files)
         old = self._serving()
         began_s = self._loop.time()
         self._engines.hold()
@@ -197,50 +204,67 @@ class ModelSwap:
                 await self._until_drained(old, 0.0)
             if not self._same_tokens(files, old):
                 self._host.drop(old, _other_tokens(self._state.order.path))
-            await self._engines.step_down()
-            self._tell(LoadPhase.STARTING)
-            try:
-                async with asyncio.timeout(PAUSE_S):
-                    engine = await self._engines.bring_up(self._settings)
-                    try:
-                        await self._try(engine)
-                    except BaseException:
-                        await self._engines.dismiss(engine)
-                        raise
-            except TimeoutError as exc:
-                text = f"cannot serve the new model: it was not up within {PAUSE_S:g} s"
-                raise EngineError("engine_unavailable", text) from exc
-            self._switch(engine, began_s)
-            self._host.tell_replaced(engine)
+            if old.role is Role.GONE or old.is_fallback:
+                restart_reason = restart_reason or "the engine that served it has died"
+            if restart_reason:
+                log.info("an engine is started for '%s': %s", self._state.order.path, restart_reason)
+                await self._restart(restart_reason, began_s)
+            else:
+                await self._reload(old, began_s)
         finally:
             self._engines.release()  # the old settings, if there was no switch
+
+    async def _restart_reason(self, files: ModelFiles) -> str:
+        """Say why the engine that serves cannot be given the new model's weights, nothing when it can."""
+        old = self._serving()
+        if not self._same_tokens(files, old):
+            return "its tokens mean something else"
+        if Path(old.settings.model).resolve() == Path(self._settings.model).resolve():
+            return "it is in the directory of the old one"
+        request = Request(path=old.settings.model, needs_tokenizer=False, heads_only=True)
+        try:
+            known = await self._check(request, lambda _: None)
+        except EngineError as exc:
+            return f"the old one cannot be compared with it: {exc}"
+        return (
+            ""
+            if known.layout == files.layout
+            else "its config.json says something else, or its tensors have other shapes"
+        )
+
+    async def _restart(self, reason: str, began_s: float) -> None:
+        """End the engine that serves, and start one with the new model."""
+        await self._engines.step_down()
+        self._tell(LoadPhase.STARTING, restart_reason=reason)
+        try:
+            async with asyncio.timeout(PAUSE_S):
+                engine = await self._engines.bring_up(self._settings)
+                try:
+                    await self._try(engine)
+                except BaseException:
+                    await self._engines.dismiss(engine)
+                    raise
+        except TimeoutError as exc:
+            text = f"cannot serve the new model: it was not up within {PAUSE_S:g} s"
+            raise EngineError("engine_unavailable", text) from exc
+        self._switch(engine, began_s)
+        self._host.tell_replaced(engine)
+
+    async def _reload(self, engine: Engine, began_s: float) -> None:
+        """Have the engine that serves go on with the new model's weights."""
+        self._tell(LoadPhase.RELOADING, place="reload")
+        stopped_s = self._loop.time()
+        self._host.take_back(engine)
+        await model_reload.reload(self._engines, engine, self._settings, self._host.free_key)
+        self._switch(engine, began_s, reload_s=self._loop.time() - stopped_s)
+        self._host.tell_replaced(engine)
 
     # -- steps of both ------------------------------------------------------------------------------------------------
 
     async def _try(self, engine: Engine) -> None:
         """Have an engine answer the canary prompt. Raises EngineError when the answer cannot be a model's."""
         self._tell(LoadPhase.TRYING)
-        model = engine.model
-        assert model is not None
-        key = self._host.free_key()
-        done = asyncio.Event()
-        probe = Canary(key, model)
-        with engine.probed(lambda outputs: _take(probe, outputs, done)):
-            try:
-                engine.adapter.submit(key, _CANARY_TENANT, canary.prompt(model), canary.SAMPLING, NOT_URGENT)
-                async with asyncio.timeout(canary.LIMIT_S):
-                    await done.wait()
-            except TimeoutError:
-                probe.fault = f"it gave {len(probe.token_ids)} within {canary.LIMIT_S:g} s"
-            except EngineError as exc:
-                probe.fault = f"it said: {exc}"
-            finally:
-                if not probe.is_done:
-                    engine.adapter.abort([key])
-        if probe.fault:
-            raise EngineError(
-                "engine_unavailable", f"cannot serve the new model: asked for a few tokens, {probe.fault}"
-            )
+        model_trial.require_right(await model_trial.ask(engine, self._host.free_key()))
 
     async def _prepare(self, tokenizer_dir: str) -> None:
         """Have the workers, and those that are started from now on, load the tokenizer. Raises EngineError."""
@@ -283,12 +307,6 @@ class ModelSwap:
             if passed_s >= max(self._state.order.drain_s, least_s) or (not streams and passed_s >= least_s):
                 return
             await asyncio.sleep(_LOOK_S)
-
-
-def _take(probe: Canary, outputs: Any, done: asyncio.Event) -> None:
-    probe.take(outputs)
-    if probe.is_done:
-        done.set()
 
 
 def _tokens(model: ModelInfo | None) -> str:

@@ -206,7 +206,7 @@ class Recorder:
             self._timer = self._loop.call_later(wait_s, self._write)
 
     def _give_up(self, exc: OSError) -> None:
-        log.error("cannot record the trace any longer: %s", exc)
+        log.error("cannot record the trace any longer: %s; the next start begins a new one", exc.strerror or exc)
         if self._file is not None:
             self._file.close()
             self._file = None

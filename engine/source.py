@@ -77,7 +77,7 @@ class VllmSource:
                 ours = core_settings(vllm, server)
             except EngineDead:
                 return []  # as its start will tell
-            same = [core for core in cores if core.serving is not None and core.launch.settings == ours]
+            same = [core for core in cores if core.serving is not None and core.serving.settings == ours]
             return sorted(same, key=lambda core: core.engine_row != self._ledger.active_row)[:most]
 
         return await server.take_over(of_use)

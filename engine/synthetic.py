@@ -33,7 +33,7 @@ from seedance.engine.synthetic_model import playing, vocab_size_of
 from seedance.engine.synthetic_stream import Stream
 from seedance.engine.synthetic_vocabulary import EOS_ID, VOCAB_SIZE
 from seedance.engine.token_scheduler import TokenScheduler
-from seedance.errors import EngineError
+from seedance.errors import EngineDead, EngineError
 
 DEFAULT_MAX_MODEL_LEN: Final = 32_768
 BLOCK_TOKENS: Final = 16
@@ -288,13 +288,24 @@ class SyntheticAdapter:
     async def start(self, events: EngineEvents) -> ModelInfo:
         """Begin anew with an empty engine, at once. Raises EngineDead when its model or tokenizer cannot be read."""
         self._events = events
-        if self._settings.model:
-            self._settings = playing(self._settings)
-        tokenizer_dir = self._settings.synthetic.tokenizer_dir
-        vocab_size = vocab_size_of(tokenizer_dir)
-        self._engine = SyntheticEngine(self._settings, self._ledger, vocab_size)
+        model = self._play(playing(self._settings) if self._settings.model else self._settings)
         self._state = EngineState.READY
         self._beat()
+        return model
+
+    async def reload(self, name: str, model: str) -> ModelInfo:
+        """Play another model from now on."""
+        try:
+            return self._play(playing(msgspec.structs.replace(self._settings, name=name, model=model)))
+        except EngineDead as exc:
+            raise EngineError("engine_unavailable", str(exc)) from exc
+
+    def _play(self, settings: EngineSettings) -> ModelInfo:
+        """Begin anew with an empty engine."""
+        tokenizer_dir = settings.synthetic.tokenizer_dir
+        vocab_size = vocab_size_of(tokenizer_dir)
+        self._settings = settings
+        self._engine = SyntheticEngine(self._settings, self._ledger, vocab_size)
         return ModelInfo(
             name=self._settings.name,
             tokenizer_dir=tokenizer_dir,

@@ -30,10 +30,10 @@ from seedance.engine.request import NOT_URGENT, ModelInfo, Sampling, TenantConte
 from seedance.engine.survivors import Survivors
 from seedance.engine.vllm_control import VllmSettings
 from seedance.engine.vllm_fork_server import ForkServer
-from seedance.engine.vllm_sampling import ModelFacts
+from seedance.engine.vllm_sampling import ModelFacts, model_info
 from seedance.engine.vllm_sockets import CoreSockets
 from seedance.engine.vllm_warm_up import warm_up_rounds
-from seedance.errors import EngineDead, LocalProtocolError
+from seedance.errors import EngineDead, EngineError, LocalProtocolError
 
 __all__ = ["VllmAdapter", "VllmSettings", "core_settings"]
 
@@ -85,6 +85,7 @@ class VllmAdapter:
         self._left = left
         self._unclaimed = Survivors()
         self._facts: ModelFacts | None = None
+        self._core_settings = settings
         self._figures = ""
         self.log_path = self._server.log_path
         self.core_pid: int | None = None
@@ -145,7 +146,8 @@ class VllmAdapter:
             self._died(reason)
 
     async def _bring_up(self) -> ModelInfo:
-        settings = core_settings(self._settings, self._server)  # a wrong path is told now, not after vLLM's import
+        # A wrong path is told now, not after vLLM's import.
+        settings = self._core_settings = core_settings(self._settings, self._server)
         await self._server.ready()
         self._launch = self._server.admit(self)
         self._server.launch(self._launch, settings, self._open_sockets().addresses, self._ledger.engine_row)
@@ -154,7 +156,6 @@ class VllmAdapter:
         facts = msgspec.structs.replace(resolved.facts, max_model_len=ready.max_model_len)
         facts, figures = await self._warm_up(facts)
         self._connection = wire.CoreConnection(facts)
-        eos_ids = [*([] if facts.eos_token_id is None else [facts.eos_token_id]), *facts.generation_eos_ids]
         self._facts, self._figures = (
             facts,
             f"'{self._settings.name}' on vLLM {ready.vllm_version}, {ready.dtype}: "
@@ -162,15 +163,7 @@ class VllmAdapter:
             f"in {figures.kv_blocks_total} blocks of {ready.block_size} tokens",
         )
         self._change(EngineState.READY, self._figures)
-        return ModelInfo(
-            name=self._settings.name,
-            tokenizer_dir=resolved.model_dir,
-            max_model_len=facts.max_model_len,
-            vocab_size=facts.vocab_size,
-            eos_token_ids=tuple(dict.fromkeys(eos_ids)),
-            created=int(time.time()),
-            engine="vllm",
-        )
+        return model_info(facts, self._settings.name, resolved.model_dir, time.time())
 
     async def _go_on(self, left: control.LeftCore) -> ModelInfo:
         """Speak to a core that a host left; what it goes on with can be claimed for a while."""
@@ -180,7 +173,7 @@ class VllmAdapter:
         self._server.adopt(self._launch, self)
         self.core_pid = left.pid
         self._open_sockets()
-        self._facts, self._figures = serving.facts, serving.figures
+        self._facts, self._figures, self._core_settings = serving.facts, serving.figures, serving.settings
         self._connection = wire.CoreConnection(serving.facts, self._server.hosts)
         self._unclaimed = self._connection.survivors
         number, frames = self._connection.survey()
@@ -202,7 +195,36 @@ class VllmAdapter:
     def remember(self, model: ModelInfo) -> None:
         """Have the fork server tell the next host what this core serves."""
         if self._facts is not None:
-            self._server.serves(control.Serving(self._launch, model, self._facts, self._figures))
+            news = control.Serving(self._launch, model, self._facts, self._figures, self._core_settings)
+            self._server.serves(news)
+
+    async def reload(self, name: str, model: str) -> ModelInfo:
+        """Load another model's weights into the EngineCore, which comes to rest for that."""
+        if self._facts is None or self._connection is None or self._state is not EngineState.READY:
+            raise EngineDead(f"cannot load a model into the engine: it is {self._state}")
+        settings = core_settings(msgspec.structs.replace(self._settings, name=name, model=model), self._server)
+        self._server.serves(control.Reloading(self._launch))
+        self._end_unclaimed()
+        await self._call("pause_scheduler", "abort", False)
+        try:
+            found = msgspec.convert(await self._call(control.RELOAD, settings.model), ModelFacts)
+        except EngineDead as exc:
+            if self._death is not None:
+                raise
+            await self._call("resume_scheduler")
+            reason = str(exc).partition(" method failed: ")[2] or str(exc)
+            raise EngineError("engine_unavailable", f"cannot load '{model}' into the engine: {reason}") from exc
+        await self._call("resume_scheduler")
+        known = self._facts
+        self._facts = msgspec.structs.replace(
+            found, max_model_len=known.max_model_len, structured_backend=known.structured_backend
+        )
+        self._connection.serve(self._facts)
+        self._settings = msgspec.structs.replace(self._settings, name=name, model=model)
+        self._core_settings = settings
+        self._figures = f"'{name}'{self._figures[self._figures.find(' on vLLM') :]}"
+        self._events.state_changed(EngineState.READY, self._figures)
+        return model_info(self._facts, name, settings.model, time.time())
 
     def _end_unclaimed(self) -> None:
         keys = self._unclaimed.give_up()

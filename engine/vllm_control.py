@@ -23,6 +23,7 @@ MAX_CONTROL_BYTES: Final = 1 << 16
 STATISTICS: Final = "seedance_statistics"
 SHRINK: Final = "seedance_shrink"
 SURVEY: Final = "seedance_survey"
+RELOAD: Final = "seedance_reload"
 CREDENTIALS: Final = struct.Struct("3i")
 """SO_PEERCRED of a Unix socket: process, user, group."""
 
@@ -72,12 +73,22 @@ class Launch(msgspec.Struct, tag="launch", frozen=True):
 
 
 class Serving(msgspec.Struct, tag="serving", frozen=True):
-    """adapter → zygote: what an EngineCore serves, to be told to the adapter of the next host."""
+    """adapter → zygote: what an EngineCore serves, to be told to the adapter of the next host.
+
+    `settings` are those with which one would be launched that serves the same: it may have loaded other weights since.
+    """
 
     launch: int
     model: ModelInfo
     facts: ModelFacts
     figures: str
+    settings: VllmSettings
+
+
+class Reloading(msgspec.Struct, tag="reloading", frozen=True):
+    """adapter → zygote: an EngineCore loads other weights; until it serves again the next host has no use for it."""
+
+    launch: int
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
@@ -128,7 +139,7 @@ class Exited(msgspec.Struct, tag="exited", frozen=True):
 
 
 class LeftCore(msgspec.Struct, frozen=True):
-    """An EngineCore whose host has died; `serving` is None for one that was not up yet."""
+    """An EngineCore whose host has died; `serving` is None for one that was not up, or changed its weights."""
 
     launch: Launch
     pid: int
@@ -163,7 +174,7 @@ class CoreStatistics(msgspec.Struct):
     weight_bytes: int
 
 
-ToZygote = Launch | Kill | Serving | Stop
+ToZygote = Launch | Kill | Serving | Reloading | Stop
 CoreNews = Launched | Resolved | Failed | Exited
 ToAdapter = Preloaded | Left | CoreNews
 

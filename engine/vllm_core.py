@@ -20,9 +20,10 @@ from typing import Any, Final
 
 import msgspec
 
-from seedance.engine import vllm_continue, vllm_sampling, vllm_scheduler, vllm_wire
+from seedance.engine import vllm_continue, vllm_reload, vllm_sampling, vllm_scheduler, vllm_wire
 from seedance.engine.ledger import Ledger
 from seedance.engine.vllm_control import (
+    RELOAD,
     SHRINK,
     STATISTICS,
     SURVEY,
@@ -207,6 +208,7 @@ def _extend(core: Any, launch: Launch) -> None:
     setattr(core.EngineCore, STATISTICS, _statistics)
     setattr(core.EngineCore, SHRINK, _shrink)
     setattr(core.EngineCore, SURVEY, survey)
+    setattr(core.EngineCore, RELOAD, _reload)
 
 
 def _parameter_bytes(model: Any) -> int:
@@ -219,6 +221,13 @@ def _shrink(_: Any) -> None:
     cuda = importlib.import_module("torch").cuda
     if cuda.is_initialized():
         cuda.empty_cache()
+
+
+def _reload(core: Any, model_dir: str) -> dict[str, Any]:
+    """Answer the utility call RELOAD: serve the model in another directory; returns what is to be known of it."""
+    vllm_reload.load_weights(core, model_dir)
+    facts: dict[str, Any] = msgspec.to_builtins(_model_facts(core.vllm_config))
+    return facts
 
 
 def survey(core: Any) -> list[tuple[str, str, bytes]]:

@@ -125,10 +125,10 @@ class ForkServer:
         if self._process is not None:
             self._process.send(control.Launch(launch, settings, *addresses, engine_row))
 
-    def serves(self, serving: control.Serving) -> None:
-        """Have it remember what a core serves, for the next host."""
+    def serves(self, news: control.Serving | control.Reloading) -> None:
+        """Have it remember what a core serves, for the next host, or that it serves nothing now."""
         if self._process is not None:
-            self._process.send(serving)
+            self._process.send(news)
 
     def kill(self, launch: int) -> None:
         """End a core at once; its client hears nothing more."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from seedance.engine.request import NOT_URGENT, Sampling, TenantContext, Urgency
+from seedance.engine.request import NOT_URGENT, ModelInfo, Sampling, TenantContext, Urgency
 from seedance.errors import EngineError
 
 OUTPUT_KIND_DELTA: Final = 1
@@ -78,6 +78,20 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_id: int | None
     generation_eos_ids: tuple[int, ...]
     structured_backend: str | None
+
+
+def model_info(facts: ModelFacts, name: str, model_dir: str, now_s: float) -> ModelInfo:
+    """Return what workers must know of a model that is served from now on; `now_s` is wall time."""
+    eos_ids = [*([] if facts.eos_token_id is None else [facts.eos_token_id]), *facts.generation_eos_ids]
+    return ModelInfo(
+        name=name,
+        tokenizer_dir=model_dir,
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=tuple(dict.fromkeys(eos_ids)),
+        created=int(now_s),
+        engine="vllm",
+    )
 
 
 def check_request(prompt: Sequence[int], sampling: Sampling, facts: ModelFacts, emitted: Sequence[int] = ()) -> None:

@@ -261,6 +261,10 @@ class CoreConnection:
                 names.append(name)
         return [ENGINE_IDENTITY, ABORT, self._encode(names)] if names else None
 
+    def serve(self, facts: ModelFacts) -> None:
+        """Take note that the core serves another model from now on; only while nothing runs."""
+        self._facts = facts
+
     def wake(self) -> Frames:
         """Return a message that ends nothing, and wakes a core that sleeps."""
         return [ENGINE_IDENTITY, ABORT, self._encode([])]

@@ -56,6 +56,7 @@ from seedance.engine.vllm_control import (
     Left,
     LeftCore,
     Preloaded,
+    Reloading,
     Serving,
     Stop,
     ToAdapter,
@@ -212,6 +213,8 @@ class Zygote:
                 self._fork(message)
             elif isinstance(message, Serving):
                 self._serving[message.launch] = message
+            elif isinstance(message, Reloading):
+                self._serving.pop(message.launch, None)
             else:
                 self._signal(message.launch, signal.SIGKILL)
 

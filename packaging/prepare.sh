@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What `make run` does before it starts the daemon: sets up, converts the model, writes the example configuration.
+# What `make run` does before it starts the daemon: sets up, converts the model, writes the example configuration, and
+# as root builds the BPF programs.
 # From the environment:
 #
 #   ENGINE   vllm or synthetic
@@ -32,11 +33,14 @@ gguf() {
     .venv/bin/python -m seedance.engine.gguf --into "$STATE/models" "$@"
 }
 
-init=(.venv/bin/seedancectl init "$STATE" --engine "$ENGINE" --port "$PORT")
+init=(.venv/bin/python -m seedance.daemon.commands.init "$STATE" --engine "$ENGINE" --port "$PORT")
+# Only root can load BPF programs.
+parts=(base)
+[ "$(id -u)" != 0 ] || parts+=(bpf)
 if [ "$ENGINE" = synthetic ]; then
-    packaging/setup.sh base
+    packaging/setup.sh "${parts[@]}"
 else
-    packaging/setup.sh base engine
+    packaging/setup.sh "${parts[@]}" engine
     case $MODEL in
         '')
             model=$(gguf)
@@ -53,3 +57,4 @@ else
     esac
 fi
 "${init[@]}" >/dev/null
+[ "$(id -u)" != 0 ] || .venv/bin/python packaging/build_bpf.py

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -79,11 +78,6 @@ def tenant_name(value: str) -> str:
         raise click.BadParameter(str(exc)) from exc
 
 
-def example(*lines: str) -> str:
-    """Return the end of a command's help: command lines to go by."""
-    return "\b\nExample:\n" + "\n".join(f"  seedancectl {line}" for line in lines)
-
-
 def print_json(value: Any) -> None:
     """Print a value for programs, laid out for people too."""
     click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
@@ -98,26 +92,3 @@ def console() -> Console:
 def read_text(path: Path) -> str:
     """Return a tenant's file. Raises ConfigError when it is not there or cannot be read."""
     return configuration.read_text(str(path))
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Put a file in the place of another, whole or not at all; owner and permissions stay. Raises OSError.
-
-    A new one can be read by its owner alone.
-    """
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    try:
-        with open(fd, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            if path.exists():
-                old = path.stat()
-                os.fchmod(fd, stat.S_IMODE(old.st_mode))
-                if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
-                    os.fchown(fd, old.st_uid, old.st_gid)
-            file.flush()
-            os.fsync(fd)
-        new.replace(path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise

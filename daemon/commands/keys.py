@@ -10,15 +10,9 @@ import click
 import msgspec
 
 from seedance.daemon import keys, tables
-from seedance.daemon.commands.context import (
-    Context,
-    console,
-    example,
-    print_json,
-    read_text,
-    replace_file,
-    tenant_name,
-)
+from seedance.daemon.command_line import example
+from seedance.daemon.commands.context import Context, console, print_json, read_text, tenant_name
+from seedance.daemon.files import replace_file
 from seedance.daemon.tenants import read_files
 from seedance.errors import ConfigError
 from seedance.qos import quota

@@ -9,7 +9,8 @@ from typing import Final
 import click
 
 from seedance.daemon import sockets, tables
-from seedance.daemon.commands.context import Context, console, example, print_json, tenant_name
+from seedance.daemon.command_line import example
+from seedance.daemon.commands.context import Context, console, print_json, tenant_name
 from seedance.daemon.config import Config
 from seedance.errors import KernelError
 

@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from seedance.daemon import control, model_tables
-from seedance.daemon.commands.context import Context, console, example, print_json, replace_file
+from seedance.daemon.command_line import example
+from seedance.daemon.commands.context import Context, console, print_json
+from seedance.daemon.files import replace_file
 from seedance.engine import model_check, model_files
 from seedance.engine.model_files import MANIFEST
 from seedance.engine.model_load import DEFAULT_DRAIN_S, LoadOrder, LoadPhase, LoadState, Policy
@@ -74,9 +76,10 @@ def load(
     """Serve the model in the directory PATH in the place of the one that is served.
 
     It is checked first: its files against SHA256SUMS where it has one, and whether they fit together. Then it is
-    started beside the old one and tried. Only then do new requests go to it, and this command ends with 0. A model that
-    cannot be served never gets one: the command ends with 1 and says why, and nothing has changed. Interrupting the
-    command stops nothing; `model cancel` does.
+    started beside the old one and tried; or in its place, where memory holds one, for which new requests wait. Only
+    then do new requests go to it, and this command ends with 0. A model that cannot be served never gets one: the
+    command ends with 1 and says why, and nothing has changed. Interrupting the command stops nothing; `model cancel`
+    does.
 
     With `continue` both models must have the same tokens. The model is kept when the service is started again, as long
     as the configuration names the same model as now. To load what the configuration names ends that.
@@ -135,7 +138,8 @@ def _bar(screen: Console) -> Progress:
 def _served_text(state: LoadState) -> str:
     checked = "" if state.has_manifest else f"; it has no {MANIFEST}, so its files were not compared with anything"
     left = f"; {state.streams:,} streams end on the old model" if state.streams else ""
-    return f"'{state.order.path}' is served{checked}{left}"
+    pause = model_tables.pause_text(state)
+    return f"'{state.order.path}' is served{checked}{left}{'; ' if pause else ''}{pause}"
 
 
 @model.command("cancel", epilog=example("model cancel"))

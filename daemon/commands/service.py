@@ -9,7 +9,8 @@ import click
 
 from seedance.daemon import config as configuration
 from seedance.daemon import control, tables
-from seedance.daemon.commands.context import Context, bad_file_error, console, example, print_json
+from seedance.daemon.command_line import example
+from seedance.daemon.commands.context import Context, bad_file_error, console, print_json
 from seedance.qos import gpu
 
 _NVIDIA_DEVICE: Final = Path("/dev/nvidiactl")

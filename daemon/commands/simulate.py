@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from seedance.daemon import tenants
-from seedance.daemon.commands.context import Context, console, example, print_json
+from seedance.daemon.command_line import example
+from seedance.daemon.commands.context import Context, console, print_json
 from seedance.engine import trace as traces
 from seedance.engine.cost import UNMEASURED, CostModel, Prices
 from seedance.engine.policy import Policy

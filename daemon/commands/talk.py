@@ -1,4 +1,4 @@
-"""`seedancectl chat`, `infer` and `init`: try the doors, with a real key."""
+"""`seedancectl chat` and `infer`: try the doors, with a real key."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import click
 
-from seedance.daemon import example as example_folder
 from seedance.daemon import hints
 from seedance.daemon.client import Client
-from seedance.daemon.commands.context import Context, example
+from seedance.daemon.command_line import example
+from seedance.daemon.commands.context import Context
 from seedance.daemon.sockets import first_tcp
 
 _tenant_option = click.option("--tenant", help="Use the example key of this tenant.")
@@ -112,22 +112,3 @@ def _print_stream(parts: Iterator[str]) -> str:
         click.echo(" …", nl=False)
     click.echo()
     return text
-
-
-@click.command(epilog=example("init ./try --engine synthetic"))
-@click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--engine", type=click.Choice(["vllm", "synthetic"]), default="synthetic", show_default=True)
-@click.option("--model", default="", help="Hub name or path of the model; needed with vllm.")
-@click.option("--name", default="", help="Name under which clients ask for it.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
-def init(directory: Path, engine: str, model: str, name: str, port: int) -> None:
-    """Write an example into DIRECTORY.
-
-    That is a configuration, tenants acme and globex, and their keys in keys.env. Run again, it keeps the tenants and
-    their keys.
-    """
-    if engine == "vllm" and not model:
-        raise click.UsageError("cannot serve without a model: give --model, or --engine synthetic")
-    for path in example_folder.create(directory, engine=engine, model=model, name=name, port=port):
-        click.echo(f"wrote {path}")
-    click.echo(f"run it with: seedanced --config {directory / example_folder.CONFIG_FILE}")

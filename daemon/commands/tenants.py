@@ -11,16 +11,9 @@ import click
 import msgspec
 
 from seedance.daemon import control, keys, tables, tenant_file
-from seedance.daemon.commands.context import (
-    Context,
-    bad_file_error,
-    console,
-    example,
-    print_json,
-    read_text,
-    replace_file,
-    tenant_name,
-)
+from seedance.daemon.command_line import example
+from seedance.daemon.commands.context import Context, bad_file_error, console, print_json, read_text, tenant_name
+from seedance.daemon.files import replace_file
 from seedance.daemon.tenants import read_files
 from seedance.errors import ConfigError, ResourceBroken
 from seedance.qos.quota import load, load_directory

@@ -11,7 +11,8 @@ from typing import Final
 import click
 
 from seedance.daemon import tables
-from seedance.daemon.commands.context import Context, console, example
+from seedance.daemon.command_line import example
+from seedance.daemon.commands.context import Context, console
 from seedance.daemon.trace._session import command_line
 from seedance.errors import ConfigError
 

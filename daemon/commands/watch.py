@@ -13,7 +13,8 @@ from rich.text import Text
 
 from seedance.daemon import tables
 from seedance.daemon import top as top_rates
-from seedance.daemon.commands.context import Context, console, example, print_json
+from seedance.daemon.command_line import example
+from seedance.daemon.commands.context import Context, console, print_json
 from seedance.daemon.doctor.judge import examine, exit_status
 from seedance.errors import ResourceBroken
 

@@ -13,6 +13,7 @@ import msgspec
 
 from seedance.daemon.protocol.fm_frame import (
     DEFAULT_PAYLOAD_BYTES,
+    HEADER_BYTES,
     OF_SESSIONS,
     TOKENS_PREFIX_BYTES,
     Encoding,
@@ -75,10 +76,9 @@ class Unsaved(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """Where a stream's frames go on, and how far they may; `prefix` is what their payloads begin with."""
+    """Where a session's frames go on, and how far they may; by stream what its payloads begin with."""
 
-    stream: int
-    prefix: bytes
+    prefixes: Mapping[int, bytes]
     next_seq: int
     acked_seq: int
     credit: int
@@ -324,17 +324,19 @@ class ServerSession(Session):
     # TOKENS that the owner numbers and sends by itself, for many sessions at once.
 
     def lend(self, payload_bytes: int) -> Lent | None:
-        """Return where the numbers of the only stream's TOKENS go on; None where they are to be sent one by one.
+        """Return where the numbers of the streams' TOKENS go on; None where they are to be sent one by one.
 
-        Until `sent_elsewhere` nothing but `acked_elsewhere` may be called; no payload may be longer than this.
+        Until `sent_elsewhere` nothing but `acked_elsewhere` may be called; no payload may be longer than this, and no
+        more of a stream than one in a message. There is credit for two steps at least.
         """
-        sender = self._sender
-        if self.state is not State.CONNECTED or len(self._streams) != 1 or self._control or sender.unsaved:
+        sender, streams = self._sender, len(self._streams)
+        if self.state is not State.CONNECTED or self._control or sender.unsaved:
             return None
-        if payload_bytes > self._payload_bytes or not sender.can_lend(payload_bytes, RING_FRAMES):
+        if streams * (payload_bytes + HEADER_BYTES) > self._payload_bytes or not 0 < 2 * streams <= sender.credit:
             return None
-        ((stream, prefix),) = self._streams.items()
-        return Lent(stream, prefix, sender.next_seq, sender.acked_seq, sender.credit)
+        if not sender.can_lend(payload_bytes, RING_FRAMES):
+            return None
+        return Lent(self._streams, sender.next_seq, sender.acked_seq, sender.credit)
 
     def sent_elsewhere(self, frames: Sequence[bytes]) -> None:
         """Take back the numbers: these frames were sent, and are in the journal."""

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, running
+from support.model_dir import write_model
 
 from seedance import __version__
-from seedance.daemon import ctl
+from seedance.daemon import ctl, hints
 from seedance.daemon.client import ApiRefused, Client
 
 
@@ -434,7 +435,7 @@ def test_init_writes_what_seedanced_takes(tmp_path: Path) -> None:
     folder = tmp_path / "example"
     shown = _run("seedance.daemon.ctl", "init", str(folder), "--engine", "synthetic")
     assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.splitlines()[-1] == f"run it with: seedanced --config {folder}/seedanced.toml"
+    assert shown.stdout.splitlines()[-1] == f"run it with: {hints.typed('seedanced')} --config {folder}/seedanced.toml"
     assert _seedanced("--config", str(folder / "seedanced.toml"), "--check-config").returncode == 0
     again = _run("seedance.daemon.ctl", "init", str(folder), "--engine", "synthetic")
     assert again.stdout.splitlines() == shown.stdout.splitlines()[-1:]
@@ -459,6 +460,50 @@ def test_a_wrong_configuration_exits_with_78_and_one_line(tmp_path: Path, text: 
     assert words in shown.stderr
     assert len(shown.stderr.splitlines()) == 1
     assert "Traceback" not in shown.stderr
+
+
+def test_a_model_that_is_cut_off_is_told_before_an_engine_starts(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    path = tmp_path / "seedanced.toml"
+    path.write_text("[engine]\nmodel = './model'\n[kernel]\nlimits = 'off'\n[paths]\nrun = 'run'\nstate = 'state'\n")
+    (tmp_path / "tenants.d").mkdir()
+    assert _seedanced("--config", str(path), "--check-config").returncode == 0
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    for arguments in ((), ("--check-config",)):
+        shown = _seedanced("--config", str(path), *arguments)
+        assert shown.returncode == 78
+        [line] = shown.stderr.splitlines()
+        assert f"cannot use '{weights}': it is cut off" in line
+
+
+@pytest.mark.parametrize("folder", ["state", "run"])
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, folder: str) -> None:
+    assert _run("seedance.daemon.ctl", "init", str(tmp_path), "--port", "0").returncode == 0
+    (tmp_path / folder).write_text("a file in its place")
+    shown = _seedanced("--config", str(tmp_path / "seedanced.toml"))
+    assert shown.returncode == 1
+    last = shown.stderr.splitlines()[-1]
+    assert "error   seedanced: cannot " in last
+    assert str(tmp_path / folder) in last
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--confg", "x"), "no such option '--confg'"),
+        (("x",), "got unexpected extra argument (x)"),
+        (("--log-level", "loud"), "'loud' is not one of 'debug'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(arguments: tuple[str, ...], told: str) -> None:
+    shown = _seedanced(*arguments)
+    assert shown.returncode == 2
+    assert shown.stdout == ""
+    [line] = shown.stderr.splitlines()
+    assert line.startswith("seedanced: cannot understand the command line: ")
+    assert told in line
+    assert line.endswith("; see `seedanced --help`")
 
 
 def test_versions() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -158,6 +159,34 @@ def test_a_frozen_worker_holds_up_nobody_else(daemon: Daemon) -> None:
                     assert serves(daemon, "globex")
         finally:
             os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_a_zygote_that_dies_or_hangs_is_followed_by_another(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nobody wants a worker meanwhile: the daemon finds out by itself, of one that hangs as its manager watches."""
+    if number == signal.SIGSTOP:
+        monkeypatch.setenv("WATCHDOG_USEC", "12000000")
+        monkeypatch.delenv("WATCHDOG_PID", raising=False)
+    with running(tmp_path / "d", "acme", "globex") as daemon:
+        wait_until(lambda: serves(daemon, "acme"))
+        zygote, worker = daemon.child("zygote").pid, daemon.tenant("acme").worker_pid
+        with started(daemon, "acme", stream=True) as stream:
+            os.kill(zygote, number)
+            wait_until(lambda: daemon.child("zygote").pid not in (0, zygote))
+            assert not Path(f"/proc/{zygote}").exists()
+            wait_until(lambda: serves(daemon, "globex"))
+            assert daemon.tenant("acme").worker_pid == worker
+            assert stream.head()[0] == 200
+            chunks = stream.chunks()
+            assert b"".join(next(chunks) for _ in range(3))
+        # The last zygote's worker is now the daemon's own child; its end is seen, too.
+        daemon.kill(worker)
+        wait_until(lambda: serves(daemon, "acme"))
+        assert daemon.tenant("acme").worker_pid not in (0, worker)
+        assert daemon.child("zygote").restarts >= 1
+        daemon.stop()
 
 
 def test_a_stop_waits_for_the_streams_that_end_in_time(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -28,6 +28,9 @@ def test_a_model_is_read_while_it_is_told_how_far(tmp_path: Path) -> None:
     assert (told[0], told[-1]) == (Read(0, total), Read(total, total))
     assert files.weight_bytes == (model / "model.safetensors").stat().st_size
     assert asyncio.run(tokens_of(str(model))) == files.tokens_digest
+    told.clear()
+    assert asyncio.run(check_model(Request(path=str(model), heads_only=True), told.append)) == files
+    assert told == []
 
 
 def test_what_is_refused_says_why(tmp_path: Path) -> None:

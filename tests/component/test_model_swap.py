@@ -352,6 +352,26 @@ def test_with_room_for_one_engine_requests_wait_for_the_other(
         daemon.stop()
 
 
+def test_with_room_for_one_engine_it_goes_on_with_other_weights(folder: Path, tmp_path: Path) -> None:
+    alike = synthetic_model(tmp_path / "alike", SEEDS["b"], max_position_embeddings=4096 * SEEDS["a"])
+    with running(tmp_path / "d", "acme", "globex", tables=tables(folder, load="instead")) as daemon:
+        stream = Running(daemon, 800)
+        state = load(daemon, alike, "--policy", "continue")
+        assert (state.phase, state.place, state.restart_reason) == (LoadPhase.SERVED, "reload", "")
+        assert 0 < cut_over(stream.text(), 800) < 800
+        clients = Load(daemon)
+        try:
+            for path in (folder / "a", alike) * 5:
+                state = load(daemon, path)
+                assert (state.place, state.is_switched) == ("reload", True)
+        finally:
+            clients.stop()
+        assert clients.failures == []
+        assert all(clients.counts.values())
+        assert ask(daemon) == expected_text(PROMPT, TOKENS, SEEDS["b"])
+        daemon.stop()
+
+
 def test_a_manifest_is_written_and_a_model_is_checked_without_a_daemon(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m")
 

@@ -37,6 +37,19 @@ def test_the_next_adapter_gets_fork_server_and_cores_of_one_that_is_killed(famil
     assert family.launch(3)[0] == zygote
 
 
+def test_a_core_in_the_middle_of_other_weights_serves_nothing(family: Family) -> None:
+    family.launch()
+    family.tell("serving 1")
+    family.tell("reloading 1")
+    family.end_adapter()
+    (core,) = family.next_adapter()["cores"]
+    assert core["serving"] is None
+    family.tell("serving 1")
+    family.end_adapter()
+    (core,) = family.next_adapter()["cores"]
+    assert core["serving"]["settings"]["model"] == "m"
+
+
 def test_all_end_when_nobody_follows_a_killed_adapter(family: Family) -> None:
     (zygote, core), (_, second) = family.launch(), family.launch(2)
     family.end_adapter()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +15,10 @@ from typing import Any
 
 import pytest
 from support.daemon import wait_until
+from support.model_loads import ctl, load_of, other_model, spoil_numbers
 from support.serving import LIMIT_S, MODEL, Serving, prompt
-from support.tiny_model import tiny_model
 
-from seedance.daemon import control
-from seedance.engine.model_load import LoadPhase, LoadState
+from seedance.engine.model_load import LoadPhase
 
 pytestmark = [
     pytest.mark.e2e,
@@ -31,17 +29,6 @@ LONG = 200
 SHORT = 16
 LONGEST_PAUSE_S = 0.2
 WHOLE: Any = {"ignore_eos": True}
-
-
-def ctl(serving: Serving, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "seedance.daemon.ctl", "--config", str(serving.daemon.config), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-
-
-def load_of(serving: Serving) -> LoadState | None:
-    reply = serving.daemon.ask(control.GetModel())
-    assert isinstance(reply, control.ModelReport)
-    return reply.load
 
 
 def text(serving: Serving, tokens: int = SHORT) -> str:
@@ -57,17 +44,13 @@ def first(serving: Serving) -> Iterator[Path]:
     """The model that the daemon was started with, which it serves before and after."""
     model = serving.daemon.folder / "model"
     yield model
-    assert ctl(serving, "model", "load", str(model), "--wait").returncode == 0
+    assert ctl(serving.daemon, "model", "load", str(model), "--wait").returncode == 0
 
 
 @pytest.fixture
 def second(tmp_path: Path) -> Path:
     """A copy of the model with other weights."""
-    model = tmp_path / "second"
-    model.mkdir()
-    for file in tiny_model(seed=1).iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
-    return model
+    return other_model(tmp_path / "second")
 
 
 class Loading:
@@ -77,10 +60,15 @@ class Loading:
         self._done: list[subprocess.CompletedProcess[str]] = []
         self.texts: list[str] = []
         arguments = ("model", "load", str(path), "--json", "--wait", *options)
-        loading = threading.Thread(target=lambda: self._done.append(ctl(serving, *arguments)))
-        before = load_of(serving)
+        loading = threading.Thread(target=lambda: self._done.append(ctl(serving.daemon, *arguments)))
+        before = load_of(serving.daemon)
         loading.start()
-        wait_until(lambda: load_of(serving) != before and load_of(serving).phase is not LoadPhase.CHECKING, LIMIT_S)  # type: ignore[union-attr]
+
+        def is_checked() -> bool:
+            load = load_of(serving.daemon)
+            return load is not None and load != before and load.phase is not LoadPhase.CHECKING
+
+        wait_until(is_checked, LIMIT_S)
         while loading.is_alive():
             self.texts.append(text(serving, LONG))
         loading.join()
@@ -94,7 +82,7 @@ class Loading:
 
 def test_a_model_takes_the_place_of_another_and_gives_it_back(serving: Serving, first: Path, second: Path) -> None:
     of_first = text(serving, LONG)
-    assert ctl(serving, "model", "manifest", str(second)).returncode == 0
+    assert ctl(serving.daemon, "model", "manifest", str(second)).returncode == 0
     loading = Loading(serving, second)
     state = loading.state()
     assert (state["place"], state["has_manifest"], state["is_switched"]) == ("beside", True, True)
@@ -115,20 +103,17 @@ def test_a_model_takes_the_place_of_another_and_gives_it_back(serving: Serving, 
 def test_a_model_that_cannot_be_served_never_gets_a_request(serving: Serving, first: Path, second: Path) -> None:
     of_first = text(serving)
     weights = second / "model.safetensors"
-    ctl(serving, "model", "manifest", str(second))
+    ctl(serving.daemon, "model", "manifest", str(second))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    done = ctl(serving, "model", "load", str(second))
+    done = ctl(serving.daemon, "model", "load", str(second))
     assert (done.returncode, done.stdout) == (1, "")
     assert f"cannot use '{weights}': it is not the file that SHA256SUMS was made of" in done.stderr
 
-    # Numbers that are none: all is as it should be, until somebody asks.
     (second / "SHA256SUMS").unlink()
-    begin = int.from_bytes(data[:8], "little") + 8
-    data[begin : begin + (1 << 20)] = b"\xff" * (1 << 20)
-    weights.write_bytes(data)
-    done = ctl(serving, "model", "load", str(second))
+    spoil_numbers(weights)
+    done = ctl(serving.daemon, "model", "load", str(second))
     assert (done.returncode, done.stdout) == (1, "")
     assert "cannot serve the new model: asked for a few tokens, it gave the log probability nan" in done.stderr
     assert text(serving) == of_first

@@ -324,6 +324,30 @@ def test_an_engine_that_gives_back_memory_goes_on(engine: Engine) -> None:
     assert token_ids(engine.run(engine.generate(make_prompt(7), max_tokens=3)))
 
 
+def test_weights_that_were_loaded_halfway_can_be_loaded_again(engine: Engine, tmp_path: Path) -> None:
+    halfway = tmp_path / "halfway"
+    shutil.copytree(tiny_model(seed=1), halfway)
+    data = (halfway / "model.safetensors").read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    head = json.loads(data[8:begin])
+    head["model.layers.2.mlp.up_proj.weight"]["shape"].reverse()
+    (halfway / "model.safetensors").write_bytes(data[:8] + json.dumps(head).encode().ljust(begin - 8) + data[begin:])
+    prompt = make_prompt(300, seed=31)
+
+    async def there_and_back() -> tuple[list[Output], list[Output]]:
+        before = await engine.generate(prompt)
+        with pytest.raises(EngineError, match=f"cannot load '{halfway}' into the engine: .*shape") as caught:
+            await engine.adapter.reload("tiny", str(halfway))
+        assert not isinstance(caught.value, EngineDead)
+        info = await engine.adapter.reload("tiny", str(engine.link))
+        assert (info.tokenizer_dir, info.eos_token_ids) == (str(engine.model_dir), (1,))
+        return before, await engine.generate(prompt)
+
+    before, after = engine.run(there_and_back())
+    assert after[0].cached_tokens == 0
+    assert token_ids(after) == token_ids(before)
+
+
 def test_requests_that_can_never_run_are_refused_at_once(engine: Engine) -> None:
     for prompt, code in (
         (make_prompt(MAX_MODEL_LEN), "context_too_long"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fm_worker import FmPeer, FmWorker
@@ -31,6 +32,7 @@ ACTS_OF_ONE = (
     "wait",
     "wait",
 )
+ACTS_OF_SEVERAL = (*["ask"] * 5, *ACTS_OF_ONE)
 
 
 class Engine:
@@ -120,17 +122,28 @@ def test_all_text_comes_once_and_in_order(acts: list[tuple[str, int]]) -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(ACTS_OF_ONE), st.integers(1, 40)), min_size=30, max_size=100))
 def test_all_text_comes_once_and_in_order_in_columns(acts: list[tuple[str, int]]) -> None:
-    lives(acts, Life(2 * BOUND_BYTES, 1), 2 * BOUND_BYTES)
+    lives(acts, Life(4 * BOUND_BYTES, 1), 4 * BOUND_BYTES)
 
 
-def test_plain_tokens_of_a_session_with_one_stream_go_in_columns() -> None:
-    life = Life(2 * BOUND_BYTES, 1)
-    life.act("ask", 1)
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(ACTS_OF_SEVERAL), st.integers(1, 40)), min_size=30, max_size=100))
+def test_all_text_of_several_streams_comes_once_and_in_order_in_columns(acts: list[tuple[str, int]]) -> None:
+    lives(acts, Life(4 * BOUND_BYTES, 1), 4 * BOUND_BYTES)
+
+
+@pytest.mark.parametrize("streams", [1, 5])
+def test_plain_tokens_go_in_columns_and_a_step_of_a_session_is_one_message(streams: int) -> None:
+    life = Life(4 * BOUND_BYTES, 1)
+    for _ in range(streams):
+        life.act("ask", 1)
     for _ in range(100):
         life.act("step", 1)
-    assert life.worker.driver.frames > 90
+    driver = life.worker.driver
+    assert driver.frames > 90 * streams
+    assert driver.frames == streams * driver.messages
     life.settle()
-    assert life.peer.text(1) == life.engine.texts[1]
+    for number in range(1, streams + 1):
+        assert life.peer.text(number) == life.engine.texts[number]
     life.worker.close()
 
 

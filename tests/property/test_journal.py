@@ -27,6 +27,7 @@ class Dying(RuleBasedStateMachine):
 
     at_once = 6
     fewest_in_columns = FEWEST
+    bound_bytes = 64 << 10
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +71,13 @@ class Dying(RuleBasedStateMachine):
             os.close(self.fd)
 
     def new_worker(self, is_ready: bool = True) -> FmWorker:
-        return FmWorker(log_fd=self.fd, resume_for_s=1e9, is_ready=is_ready, fewest_in_columns=self.fewest_in_columns)
+        return FmWorker(
+            log_fd=self.fd,
+            resume_for_s=1e9,
+            is_ready=is_ready,
+            fewest_in_columns=self.fewest_in_columns,
+            bound_bytes=self.bound_bytes,
+        )
 
     @initialize()
     def begin(self) -> None:
@@ -213,7 +220,18 @@ class DyingInColumns(Dying):
 
     at_once = 1
     fewest_in_columns = 1
+    bound_bytes = 256 << 10
 
 
 DyingInColumns.TestCase.settings = Dying.TestCase.settings
 TestDyingInColumns = DyingInColumns.TestCase
+
+
+class DyingWithSeveralInColumns(DyingInColumns):
+    """The same with several, which leave in one message when all bring plain tokens."""
+
+    at_once = 6
+
+
+DyingWithSeveralInColumns.TestCase.settings = Dying.TestCase.settings
+TestDyingWithSeveralInColumns = DyingWithSeveralInColumns.TestCase

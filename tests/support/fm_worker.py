@@ -15,10 +15,12 @@ from seedance.daemon.fm_sessions import FmSessions
 from seedance.daemon.fm_streams import FmSession
 from seedance.daemon.journal import Journal
 from seedance.daemon.protocol.fm_client import ClientSession
+from seedance.daemon.protocol.fm_frame import split_message
 from seedance.daemon.protocol.fm_logprobs import Candidate, ScoredTokens
 from seedance.daemon.protocol.fm_messages import Accept, End, Error, Hello, Infer, Message, Note, Tokens
 from seedance.daemon.protocol.fm_server import HelloReceived, ServerOpening
 from seedance.daemon.protocol.fm_session import Options
+from seedance.daemon.protocol.frame import LENGTH_16, frame_binary
 from seedance.daemon.ring.frame_store import StoredFrames
 from seedance.daemon.service import Service
 from seedance.daemon.shared_log import SharedLog
@@ -66,13 +68,15 @@ class FmDriver(FakeDriver):
     def __init__(self) -> None:
         super().__init__()
         self.connections: dict[int, FakeConnection] = {}
-        self.frames = 0
+        self.frames = self.messages = 0
 
     def send_each(self, fds: memoryview, frames: StoredFrames) -> list[tuple[int, int]]:
         for fd, frame in frames.to(fds):
-            assert frame[0] == 0x82 and frame[1] == len(frame) - 2 < 126
-            self.connections[fd].send_message(frame[2:])
-            self.frames += 1
+            message = frame[2:] if frame[1] < LENGTH_16 else frame[4:]
+            assert frame == frame_binary(message)
+            self.connections[fd].send_message(message)
+            self.frames += sum(1 for _ in split_message(message, len(message)))
+            self.messages += 1
         return []
 
 

@@ -2,8 +2,9 @@
 
 `python -m support.vllm_zygote first ADDRESS IDENTITY` starts a fork server that the next adapter finds at the address,
 and obeys its standard input: a line "stop" is passed on as Stop, "kill 1" as Kill, "launch 1" as Launch, and what the
-fork server says then is printed as JSON. "serving 1" is passed on as Serving, and answered by nobody. With `next` in
-the place of `first` it takes over the fork server that is there, and prints what that says of itself first.
+fork server says then is printed as JSON. "serving 1" is passed on as Serving, "reloading 1" as Reloading, and nobody
+answers those. With `next` in the place of `first` it takes over the fork server that is there, and prints what that
+says of itself first.
 """
 
 from __future__ import annotations
@@ -100,9 +101,11 @@ def be_adapter(ours: socket.socket, zygote: int) -> None:
         elif word == "kill":
             message = control.Kill(int(number))
         elif word == "serving":
-            message = control.Serving(int(number), MODEL, FACTS, "figures")
+            message = control.Serving(int(number), MODEL, FACTS, "figures", SETTINGS)
+        elif word == "reloading":
+            message = control.Reloading(int(number))
         ours.send(msgspec.json.encode(message))
-        if word == "serving":
+        if word in ("serving", "reloading"):
             say(zygote=zygote)
             continue
         news = decode(ours.recv(control.MAX_CONTROL_BYTES))

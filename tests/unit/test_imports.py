@@ -15,7 +15,9 @@ ORDER: Final = ("errors", "bpf", "qos", "engine", "daemon")
 """A module may import from its own folder and from those to the left of it."""
 
 HEAVY: Final = frozenset(("torch", "transformers", "vllm"))
-HEAVY_ALLOWED: Final = frozenset(("seedance.engine.gguf", "seedance.engine.vllm_core", "seedance.engine.vllm_zygote"))
+HEAVY_ALLOWED: Final = frozenset(
+    ("seedance.engine.gguf", "seedance.engine.vllm_core", "seedance.engine.vllm_reload", "seedance.engine.vllm_zygote")
+)
 """These run in the engine's own process (or before there is one), and nobody else imports them."""
 
 # fmt: off

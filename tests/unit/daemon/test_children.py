@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from seedance.daemon.children import Backoff, Child, Reaper, Survey, exit_text, wait_set
+from seedance.daemon.children import Backoff, Child, Reaper, Survey, exit_text, has_child, wait_set
 
 
 def test_pauses_double_up_to_ten_seconds_and_a_steady_life_resets_them() -> None:
@@ -152,6 +153,14 @@ def test_a_child_that_was_let_go_stays_away(run: Any) -> None:
         assert told.events.empty()
 
     run(scenario)
+
+
+def test_a_child_is_one_until_it_is_reaped() -> None:
+    assert not has_child(os.getpid())
+    with subprocess.Popen(["true"]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert has_child(child.pid)
+    assert not has_child(child.pid)
 
 
 def test_the_end_of_an_unwatched_child_is_collected() -> None:

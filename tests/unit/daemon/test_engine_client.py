@@ -19,6 +19,7 @@ from seedance.engine.channel import (
     EngineChanged,
     ModelComing,
     ModelPrepared,
+    Noted,
     QueueBound,
     Receiver,
     Refused,
@@ -126,6 +127,21 @@ def test_a_character_in_pieces_is_told_when_it_is_whole() -> None:
     assert stream.plain
     scene.say(Batch([], pack_singles([stream.number, pieces[0]])), Batch([Delta(stream.number, [], FinishReason.STOP)]))
     assert (sink.text, sink.end) == ("é🌲\ufffd", FinishReason.STOP)
+
+
+def test_who_is_told_of_each_token_hears_of_one_that_brings_no_text() -> None:
+    class EachSink(FakeSink):
+        def text_arrived(self, text: str) -> None:
+            deltas.append(text)
+
+    scene, deltas = Scene(), list[str]()
+    stream, _ = scene.stream()
+    stream.sink, stream.tells_each = EachSink(), True
+    for piece in "aé🌲".encode():
+        scene.say(Batch([], pack_singles([stream.number, piece])))
+    assert deltas == ["a", "", "é", "", "", "", "🌲"]
+    scene.say(Batch([Delta(stream.number, [], FinishReason.LENGTH)]))
+    assert len(deltas) == 7
 
 
 def test_deltas_of_streams_that_are_gone_are_nobodys() -> None:
@@ -339,6 +355,21 @@ def test_a_channel_that_breaks_can_be_replaced_and_its_streams_go_on(how: str) -
     assert scene.places == 0
     scene.client.resume()
     assert scene.heard() == []
+
+
+def test_the_next_host_says_which_streams_go_on_with_the_same_random_numbers() -> None:
+    scene = Scene()
+    greedy, greedy_sink = scene.stream(sampling=Sampling(max_tokens=100, temperature=0.0))
+    (same, same_sink), (anew, anew_sink) = scene.stream(), scene.stream()
+    numbers = [stream.number for stream in (greedy, same, anew)]
+    scene.say(Batch([], pack_singles([part for number in numbers for part in (number, 97)])))
+    scene.client.eof_received()
+    scene.client.connect(11)
+    scene.client.resume()
+    assert [sink.notes[-1] for sink in (greedy_sink, same_sink, anew_sink)] == [CONTINUED, RESTARTING, RESTARTING]
+    scene.say(Noted([same.number], CONTINUED, is_same=True), Noted([anew.number], CONTINUED))
+    assert same_sink.notes == [RESTARTING, CONTINUED]
+    assert anew_sink.notes == [RESTARTING, f"{CONTINUED}, what comes is drawn anew"]
 
 
 def test_a_fresh_channel_before_the_old_one_broke() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from seedance.daemon import config, example, hints
-from seedance.daemon.keys import KeyTable
+from seedance.daemon.keys import KeyTable, hash_key
 from seedance.daemon.tenants import read_files
 from seedance.qos.quota import Loaded, load_directory
 
@@ -24,9 +24,9 @@ def test_the_example_is_a_right_configuration_whose_keys_fit(tmp_path: Path) -> 
     written = example.create(folder, engine="vllm", model='a "quoted\\ name', name="m", port=8123)
     assert [path.relative_to(folder).as_posix() for path in written] == [
         "seedanced.toml",
+        "keys.env",
         "tenants.d/acme.toml",
         "tenants.d/globex.toml",
-        "keys.env",
     ]
     loaded, table = _tables(folder)
     assert (loaded.engine.kind, loaded.engine.model, loaded.engine.name) == ("vllm", 'a "quoted\\ name', "m")
@@ -58,6 +58,19 @@ def test_a_tenant_that_was_deleted_comes_back_with_a_new_key(tmp_path: Path) -> 
     assert after["globex"] == before["globex"]
     assert after["acme"] != before["acme"]
     assert KeyTable(table.quotas.values()).tenant_of(after["acme"]) == "acme"
+
+
+def test_a_disk_that_is_full_in_between_loses_no_key(tmp_path: Path) -> None:
+    (tmp_path / "tenants.d" / "globex.toml").mkdir(parents=True)  # exists, and so is left alone
+    (tmp_path / "keys.env").mkdir()  # what cannot be replaced, as on a full disk
+    with pytest.raises(IsADirectoryError, match=r"keys\.env"):
+        example.create(tmp_path, engine="synthetic")
+    assert not (tmp_path / "tenants.d" / "acme.toml").exists(), "its key would be lost"
+    (tmp_path / "keys.env").rmdir()
+    example.create(tmp_path, engine="synthetic")
+    keys = hints.read_keys(str(tmp_path / example.CONFIG_FILE))
+    text = (tmp_path / "tenants.d" / "acme.toml").read_text()
+    assert hash_key(keys["acme"]) in text
 
 
 @pytest.mark.parametrize("tenant", ["acme", "globex"])

@@ -20,12 +20,12 @@ def _config(tmp_path: Path, listen: str = 'tcp = ["127.0.0.1:8000"]') -> config.
 def test_the_commands_hold_a_real_key_and_a_body_that_is_json(tmp_path: Path) -> None:
     (tmp_path / hints.KEYS_FILE).write_text("# keys\nSEEDANCE_KEY_ACME=sk-one\nSEEDANCE_KEY_BIG_CORP=sk-two\nX=y\n")
     assert hints.read_keys(str(tmp_path / "seedanced.toml")) == {"acme": "sk-one", "big-corp": "sk-two"}
-    text = hints.text(_config(tmp_path), "a model", ["127.0.0.1:8123"])
+    text = hints.text(_config(tmp_path), "one's model", ["127.0.0.1:8123"])
     curl, chat, infer = (shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("  "))
     assert curl[:3] == ["curl", "-N", "http://127.0.0.1:8123/v1/chat/completions"]
     assert "Authorization: Bearer sk-one" in curl
     body = json.loads(curl[-1])
-    assert (body["model"], body["stream"]) == ("a model", True)
+    assert (body["model"], body["stream"]) == ("one's model", True)
     assert chat == ["seedancectl", "--config", str(tmp_path / "seedanced.toml"), "chat", "Hello!"]
     assert infer[3:] == ["infer", "Once upon"]
 
@@ -46,6 +46,6 @@ def test_where_there_is_only_a_unix_socket_curl_is_told(tmp_path: Path) -> None:
 def test_the_command_is_named_by_its_path_where_the_shell_would_not_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Path(sys.executable).with_name("seedancectl")
     monkeypatch.setenv("PATH", "/nowhere")
-    assert hints.seedancectl() == (shlex.quote(str(ours)) if ours.exists() else "seedancectl")
+    assert hints.typed("seedancectl") == (shlex.quote(str(ours)) if ours.exists() else "seedancectl")
     monkeypatch.setenv("PATH", str(ours.parent))
-    assert hints.seedancectl() == "seedancectl"
+    assert hints.typed("seedancectl") == "seedancectl"

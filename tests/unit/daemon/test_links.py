@@ -58,6 +58,7 @@ MESSAGES: list[tuple[Codec[Any], Any]] = [
     (links.GATEWAY_REPORTS, links.WorkerWanted("acme")),
     (links.GATEWAY_REPORTS, links.GatewayStatistics(1, 2, 3, 4, 5)),
     (links.ZYGOTE_ORDERS, links.Spawn(1, SETTINGS)),
+    (links.ZYGOTE_ORDERS, links.Query()),
     (links.ZYGOTE_ORDERS, links.Preload("/m")),
     (links.ZYGOTE_REPORTS, links.ZygoteReady()),
     (links.ZYGOTE_REPORTS, links.Preloaded("/m", "why")),

@@ -9,7 +9,7 @@ from rich.console import Console
 from support.model_dir import write_manifest, write_model
 
 from seedance.daemon.control import ModelReport
-from seedance.daemon.model_tables import load_text, print_model, print_model_files, print_models
+from seedance.daemon.model_tables import load_text, pause_text, print_model, print_model_files, print_models
 from seedance.engine.model_files import inspect
 from seedance.engine.model_load import LoadOrder, LoadPhase, LoadState
 from seedance.engine.request import ModelInfo
@@ -40,6 +40,17 @@ def test_how_a_load_goes() -> None:
     assert load_text(LoadState(order=ORDER, phase=LoadPhase.FAILED, reason="no")) == "/srv/[next]: failed: no"
     for phase in LoadPhase:
         assert load_text(LoadState(order=ORDER, phase=phase)).startswith("/srv/[next]: ")
+
+
+def test_how_long_requests_waited() -> None:
+    load = LoadState(order=ORDER, phase=LoadPhase.SERVED, place="beside", pause_s=0.01)
+    assert pause_text(load) == ""
+    load = LoadState(order=ORDER, phase=LoadPhase.SERVED, place="reload", pause_s=2.5, reload_s=0.257)
+    assert pause_text(load) == (
+        "new requests waited 2.50 s at most, of which the engine took 0.26 s to load and try the weights"
+    )
+    load = LoadState(order=ORDER, phase=LoadPhase.SERVED, place="instead", pause_s=2.5, restart_reason="it is [big]")
+    assert pause_text(load) == "new requests waited 2.50 s at most, as another engine was started: it is [big]"
 
 
 def test_what_is_served() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from seedance.daemon.secret import cache_salt, load_secret, session_key
+from seedance.errors import ConfigError
 
 
 def test_a_secret_is_made_once_and_is_private(tmp_path: Path) -> None:
@@ -15,6 +18,13 @@ def test_a_secret_is_made_once_and_is_private(tmp_path: Path) -> None:
     assert load_secret(path) == secret
     assert [entry.name for entry in path.parent.iterdir()] == ["secret"]
     assert load_secret(tmp_path / "other") != secret
+
+
+def test_a_secret_that_is_not_whole_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"it has 0 bytes instead of 32; remove it"):
+        load_secret(path)
 
 
 def test_salts_differ_by_tenant_and_by_secret() -> None:

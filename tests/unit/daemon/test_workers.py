@@ -301,6 +301,34 @@ def test_a_worker_that_was_never_forked_is_ordered_again(how: str) -> None:
     _play(scenario)
 
 
+def test_what_a_dead_zygote_has_not_told_is_not_waited_for() -> None:
+    async def scenario(sides: Sides) -> None:
+        with subprocess.Popen(["sleep", "60"]) as lives:
+            sides.workers.wanted(ACME)
+            worker = sides.spawn(lives.pid)
+            sides.workers.wanted(Quota(tenant="bolt"))
+            reaped = sides.spawn()  # no child of ours: the zygote has reaped it, and died before it could say so
+            sides.workers.wanted(Quota(tenant="cole"))
+            _, fds = sides.last("zygote")  # forked, and not told: its links stay open
+            sides.workers.zygote_ended()
+            assert list(sides.workers.current) == ["acme"]
+            assert sides.told["wanted"] == [("cole", [])]
+            assert worker.orders() == []
+            for fd in (fds[0], fds[2]):
+                with socket.socket(fileno=os.dup(fd)) as link:
+                    assert link.recv(1) == b"", "it would live on"
+            lives.kill()
+            sides.workers.exited(links.Exited(worker.number, -9))
+            async with asyncio.timeout(3):
+                while len(sides.told["zygote"]) == 3:
+                    await asyncio.sleep(0.01)
+            assert sides.last("zygote")[0].settings.quota.tenant == "cole"
+            reaped.die()
+            worker.die()
+
+    _play(scenario)
+
+
 def test_everyone_of_a_tenant_learns_its_quota_and_its_end() -> None:
     async def scenario(sides: Sides) -> None:
         sides.workers.wanted(ACME)

@@ -102,6 +102,11 @@ class Ends:
             sock.close()
 
 
+def test_it_says_that_it_is_there(zygote: Zygote) -> None:
+    zygote.order(links.Query())
+    assert zygote.report() == (links.ZygoteReady(), [])
+
+
 def test_a_worker_is_its_own_process_with_its_four_descriptors_and_nothing_else(zygote: Zygote) -> None:
     ends = Ends(zygote, _spawn(4, "globex"))
     report, [pidfd] = zygote.report()

@@ -113,3 +113,26 @@ def test_the_plain_template_is_a_transcript() -> None:
 def test_a_bad_file_ends_the_command_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gguf.main(["--into", str(tmp_path), "--file", str(tmp_path / "none.gguf")]) == 78
     assert "none.gguf" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_the_command_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> list[Path]:
+        raise KeyboardInterrupt
+
+    module = types.ModuleType(gguf.PACKAGE)
+    vars(module).update(chunk_paths=interrupted)
+    monkeypatch.setitem(sys.modules, gguf.PACKAGE, module)
+    assert gguf.main(["--into", str(tmp_path)]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_is_printed_does_not_depend_on_where_it_is_read(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cached = tmp_path / "models" / gguf.source_from_package().directory_name
+    cached.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert gguf.main(["--into", "models"]) == 0
+    assert capsys.readouterr().out == f"{cached}\n"

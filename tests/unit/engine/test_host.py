@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequ
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.batches import all_deltas
 from support.mps import control_daemon
@@ -23,6 +24,7 @@ from seedance.engine.channel import (
     Batch,
     Delta,
     EngineChanged,
+    Noted,
     QueueBound,
     Receiver,
     Refused,
@@ -104,6 +106,9 @@ class FakeAdapter:
 
     def remember(self, model: ModelInfo) -> None:
         self.remembered.append(model)
+
+    async def reload(self, name: str, model: str) -> ModelInfo:
+        return msgspec.structs.replace(MODEL, name=name, tokenizer_dir=model)
 
     def abort(self, keys: Sequence[int]) -> None:
         self.aborted += keys
@@ -301,6 +306,7 @@ async def test_generation_that_goes_on_behind_what_it_has_brought() -> None:
         await it.say(Submit(40, [1, 2], sampling, NOT_URGENT, [5, 6]))
         assert it.adapter.emitted == [[5, 6]]
         assert brought(it, it.adapter.submitted[0][0]) == [5, 6]
+        assert it.heard() == [Noted([40], CONTINUED)]
         ended = [([5, 6, 7], "length"), ([5, 9], "stop")]
         for stream, (emitted, reason) in enumerate(ended):
             await it.say(Submit(stream, [1, 2], sampling, NOT_URGENT, emitted))
@@ -843,7 +849,9 @@ async def test_what_an_engine_went_on_with_is_taken_over_by_who_asks_for_it_agai
         assert it.adapter.claims == [claims[0]]
         assert it.heard() == [
             Batch([Delta(1, [6, 7], None, None, 16)]),
+            Noted([1], CONTINUED, is_same=True),
             Batch([Delta(3, [6], FinishReason.STOP)]),
+            Noted([3], CONTINUED, is_same=True),
         ]
         it.host.step_completed([Output(0, [8]), Output(1, [5]), Output(2, [5])])
         assert it.heard() == [Batch([], pack_singles([1, 8, 2, 5, 0, 5]))]

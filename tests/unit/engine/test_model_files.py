@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.model_dir import file_of, head_of, write_manifest, write_model, write_tokenizer
 
-from seedance.engine.model_files import INDEX, MANIFEST, inspect, make_manifest, tokens_digest, verify
+from seedance.engine.model_files import INDEX, MANIFEST, check_weights, inspect, make_manifest, tokens_digest, verify
 from seedance.errors import ConfigError
 
 
@@ -49,6 +49,23 @@ def test_what_is_found(model: Path) -> None:
     assert (files.parameters, files.dtypes) == (8 * 4 * 2 + 4 * 4 * 2, ("F32",))
     assert files.config.vocab_size == 8
     assert not files.checksums
+
+
+def test_weights_are_looked_at_without_the_rest(model: Path) -> None:
+    shards(model)
+    (model / "left-over.safetensors").write_bytes(b"half")
+    check_weights(model)
+    whole = (model / "model-1.safetensors").read_bytes()
+    (model / "model-1.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(ConfigError, match=r"model-1.safetensors': it is cut off: tensor 'lm_head.weight'"):
+        check_weights(model)
+    (model / "model-1.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model-1.safetensors': No such file"):
+        check_weights(model)
+    (model / INDEX).unlink()
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    check_weights(model)  # another format
 
 
 def test_weights_in_several_files(model: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.model_dir import CONFIG, SHAPES
 
-from seedance.engine.model_shapes import misfit, parse_config
+from seedance.engine.model_shapes import layout, misfit, parse_config
 from seedance.engine.safetensors import Tensor
 
 
@@ -52,3 +52,33 @@ def test_what_is_packed_or_named_otherwise_is_not_judged() -> None:
 def test_what_is_no_configuration(data: bytes) -> None:
     with pytest.raises(ValueError, match="it cannot be read"):
         parse_config(data)
+
+
+def layout_of(
+    config: dict[str, Any] | None = None, end: str = "</s>", shapes: dict[str, tuple[int, ...]] | None = None
+) -> str:
+    tensors = {name: Tensor("BF16", list(shape), (0, 0)) for name, shape in {**SHAPES, **(shapes or {})}.items()}
+    tokenizer = {"eos_token": end, "chat_template": "any"}
+    return layout(json.dumps({**CONFIG, **(config or {})}).encode(), json.dumps(tokenizer).encode(), tensors)
+
+
+def test_models_that_differ_in_numbers_alone() -> None:
+    assert layout_of() == layout_of({"_name_or_path": "elsewhere", "transformers_version": "9", "seed": 3})
+    backwards = dict(reversed({**CONFIG}.items()))
+    assert layout(json.dumps(backwards).encode(), b"", {}) == layout(json.dumps(CONFIG).encode(), b"{}", {})
+
+
+def test_models_that_differ_in_more() -> None:
+    others = [
+        layout_of({"rope_theta": 5.0}),
+        layout_of(end="<|end|>"),
+        layout_of(shapes={"lm_head.weight": (4, 8)}),
+        layout_of(shapes={"another.weight": (1,)}),
+        layout(json.dumps(CONFIG).encode(), b"", {}),
+    ]
+    assert len({layout_of(), *others}) == len(others) + 1
+
+
+def test_a_layout_of_what_cannot_be_read() -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        layout(b"{}", b"[]", {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from seedance.engine.engines import fallback_settings
+from seedance.engine.fallback import fallback_settings
 from seedance.engine.ledger import Ledger
 from seedance.engine.settings import EngineSettings, FailoverSettings
 from seedance.engine.source import create_source, vllm_settings
