@@ -28,6 +28,7 @@ from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics,
 from seedance.engine.ledger import Ledger
 from seedance.engine.request import NOT_URGENT, ModelInfo, Sampling, TenantContext, Urgency
 from seedance.engine.survivors import Survivors
+from seedance.engine.vllm_connection import CoreConnection
 from seedance.engine.vllm_control import VllmSettings
 from seedance.engine.vllm_fork_server import ForkServer
 from seedance.engine.vllm_sampling import ModelFacts, model_info
@@ -93,7 +94,7 @@ class VllmAdapter:
         self._launch = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._sockets: CoreSockets | None = None
-        self._connection: wire.CoreConnection | None = None
+        self._connection: CoreConnection | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._death: EngineDead | None = None
         self._steps = self._tokens = 0
@@ -155,7 +156,7 @@ class VllmAdapter:
         ready = await self._news_of(wire.Ready)
         facts = msgspec.structs.replace(resolved.facts, max_model_len=ready.max_model_len)
         facts, figures = await self._warm_up(facts)
-        self._connection = wire.CoreConnection(facts)
+        self._connection = CoreConnection(facts)
         self._facts, self._figures = (
             facts,
             f"'{self._settings.name}' on vLLM {ready.vllm_version}, {ready.dtype}: "
@@ -174,7 +175,7 @@ class VllmAdapter:
         self.core_pid = left.pid
         self._open_sockets()
         self._facts, self._figures, self._core_settings = serving.facts, serving.figures, serving.settings
-        self._connection = wire.CoreConnection(serving.facts, self._server.hosts)
+        self._connection = CoreConnection(serving.facts, self._server.hosts)
         self._unclaimed = self._connection.survivors
         number, frames = self._connection.survey()
         answer = self._calls[number] = self._loop.create_future()
@@ -244,7 +245,7 @@ class VllmAdapter:
         The last ones, too short to be cached, come after everything else, as a first user's would.
         """
         rounds = warm_up_rounds(facts)
-        self._connection = wire.CoreConnection(facts)
+        self._connection = CoreConnection(facts)
         for requests in rounds:
             last = await self._run_round(requests)
         await self._call("reset_prefix_cache")
