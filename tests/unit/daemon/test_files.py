@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -13,15 +14,17 @@ import pytest
 from seedance.daemon.files import replace_file
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """No file of this process may grow beyond 100 bytes."""
+    """No file of this process may grow beyond 100 bytes: not even the one that pytest reports to, so not for long."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_new_file_is_private_and_a_replaced_one_stays_as_open_as_it_was(tmp_path: Path) -> None:
@@ -36,12 +39,11 @@ def test_a_new_file_is_private_and_a_replaced_one_stays_as_open_as_it_was(tmp_pa
     assert os.listdir(tmp_path) == ["a.toml"]
 
 
-@pytest.mark.usefixtures("full_disk")
 def test_on_a_full_disk_all_is_as_before(tmp_path: Path) -> None:
     path, new = tmp_path / "a", tmp_path / "b"
     replace_file(path, "old")
     for place in (path, new):
-        with pytest.raises(OSError, match=f"'{place}'"):
+        with full_disk(), pytest.raises(OSError, match=f"'{place}'"):
             replace_file(place, "x" * 101)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["a"]
