@@ -202,7 +202,7 @@ class EngineClient:
         That is what `plain_frame` makes of its text or, with what stands `around_text` in them, an event in an HTTP
         chunk. `fell_behind` is told how many bytes wait there. No other stream may have the same flow for this.
         """
-        if self._streams.get(stream.number) is not stream:
+        if self._streams.get(stream.number) is not stream or fd < 0:  # it, or its connection, has ended
             return
         if around_text is None:
             columns: StreamColumns = self._plain_streams

@@ -81,7 +81,12 @@ def enter(
     outside; where it is to hear of one now, that is waited for.
     """
     inside = [answer for answer in answers if answer.streams]
-    if not inside or any(answer.is_coming for answer in answers) or not all(_suits(engine, each) for each in inside):
+    if (
+        fd < 0
+        or not inside
+        or any(answer.is_coming for answer in answers)
+        or not all(_suits(engine, each) for each in inside)
+    ):
         return None
     lent = protocol.lend(_MOST_PAYLOAD_BYTES)
     if lent is None:

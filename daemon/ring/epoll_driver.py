@@ -54,7 +54,7 @@ class EpollFlow:
 
     @property
     def fd(self) -> int:
-        return self._socket.fileno()
+        return self._socket.fileno() if self._state != _CLOSED else -1
 
     @property
     def backlog_bytes(self) -> int:
@@ -196,9 +196,17 @@ class EpollFlow:
         if self._state == _CLOSED:
             return
         self._forget()
-        self._socket.close()
+        self._driver._ended.add(self)
         # Later in the turn, so that nobody is told of the end while still inside a call of his own.
-        self._driver._loop.call_soon(self.endpoint.connection_lost, error)
+        self._driver._loop.call_soon(self._release, error)
+
+    def _release(self, error: OSError | None) -> None:
+        """Tell of the end, and only then give the descriptor back: what is known by its number is another's next."""
+        self._driver._ended.discard(self)
+        try:
+            self.endpoint.connection_lost(error)
+        finally:
+            self._socket.close()
 
     def _forget(self) -> None:
         self._state = _CLOSED
@@ -260,6 +268,7 @@ class EpollDriver:
         self._loop = loop
         self._flows: dict[int, EpollFlow] = {}  # by descriptor
         self._dirty: list[EpollFlow] = []
+        self._ended: set[EpollFlow] = set()  # and their endpoints do not know it yet
         self._sends = self._partial_sends = 0
 
     def listen(self, listener: socket.socket, accepted: Callable[[int], None]) -> EpollListener:
@@ -294,7 +303,7 @@ class EpollDriver:
 
     def close(self) -> None:
         """Close every flow at once, without telling the endpoints."""
-        for flow in list(self._flows.values()):
+        for flow in [*self._flows.values(), *self._ended]:
             flow._forget()
             flow._socket.close()
 

@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import socket
+import struct
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -586,6 +587,32 @@ def test_the_next_owner_of_a_number_gets_nothing_of_the_last(any_rig: Rig) -> No
             new_peer.close()
             old_peer.close()
         assert len(numbers) < 60, "no number was used twice: nothing was tested"
+
+    any_rig.run(main)
+
+
+def test_a_number_is_nobody_elses_until_the_end_was_told(any_rig: Rig) -> None:
+    """What an endpoint knows by its descriptor's number must be gone when another flow gets it."""
+
+    async def main() -> None:
+        for end in ("abort", "reset"):
+            flow, recorder, peer = any_rig.flow(tcp=True)
+            await any_rig.turns(1)
+            number = flow.fd
+            if end == "abort":
+                flow.abort()
+                assert flow.fd == -1
+            else:
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                peer.close()
+            taken: list[int] = []
+            while not recorder.lost:
+                copy = os.dup(2)
+                taken.append(copy)
+                assert recorder.lost or copy != number
+                await asyncio.sleep(0)
+            for copy in taken:
+                os.close(copy)
 
     any_rig.run(main)
 

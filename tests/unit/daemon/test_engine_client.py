@@ -518,6 +518,11 @@ def test_tokens_past_the_sink_are_those_of_their_stream() -> None:
     assert [stream.output_tokens for stream in (first, second, third)] == [3, 5, 1]
     assert scene.limiter.statistics().output_tokens == 9
     scene.client.bypass(third, 20, behind.append)  # it has ended
+    fourth, sink = scene.stream()
+    scene.client.bypass(fourth, -1, behind.append)  # its connection has
+    scene.say(in_a_crowd([fourth.number, a]))
+    scene.client.abort([fourth])
+    assert sink.text == "a"
     # The frame is made in the first step, as its texts go to the sinks.
     assert [bytes(flow.sent) for flow in scene.driver.flows[1:]] == [b"<a><a><a>", b"<a><a><a><a>"]
     assert behind == []
