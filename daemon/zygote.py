@@ -164,7 +164,7 @@ def main() -> None:
     """Run the zygote on the link that the supervisor left."""
     begin("zygote", sys.argv[1:])
     # Read when the modules are imported; their thread pools would not survive a fork.
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     worker = importlib.import_module("seedance.daemon.worker")
     cache = importlib.import_module("seedance.daemon.tokenizer_cache")
     Zygote(socket.socket(fileno=LINK_FD), worker.run, cache.tokenizer_in).serve()

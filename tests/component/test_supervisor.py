@@ -51,6 +51,13 @@ def test_who_serves_everybody_is_let_in_first(daemon: Daemon) -> None:
     assert SERVING_SLICE_S < slice_s(daemon.tenant("acme").worker_pid) == WORKER_SLICE_S < slice_s(daemon.pid)
 
 
+def test_who_gives_up_privileges_has_one_thread(daemon: Daemon) -> None:
+    pids = {process.name: process.pid for process in daemon.status().processes}
+    assert len(pids) >= 3
+    threads = {name: len(list(Path(f"/proc/{pid}/task").iterdir())) for name, pid in pids.items()}
+    assert threads == dict.fromkeys(pids, 1)
+
+
 def test_a_websocket_is_handed_over_too(daemon: Daemon) -> None:
     assert "".join(daemon.client("acme").infer("Hello", max_tokens=5))
 
