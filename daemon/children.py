@@ -73,8 +73,8 @@ def spawn(module: str, arguments: Sequence[str], link: socket.socket) -> int:
     # Without -P the working directory would come first among the places that modules are imported from.
     argv = [sys.executable, "-P", "-m", module, *arguments]
     environment = {name: value for name, value in os.environ.items() if name not in _OURS_ALONE}
-    # Importing numpy would start threads for its linear algebra: they would keep the privileges that their process gives
-    # up, which belong to a thread, and would be missing in what it forks.
+    # Importing numpy would start threads for linear algebra. They would keep the privileges that their process gives
+    # up, which belong to a thread, and be missing in what it forks.
     environment["OPENBLAS_NUM_THREADS"] = "1"
     actions: list[Any] = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
