@@ -183,8 +183,9 @@ class Load:
 
     def unpack(self, outputs: list[Any]) -> None:
         """Take what is packed out of the outputs."""
-        packed = [outputs.pop() for item in outputs[-1:] if item.kv_transfer_params is not None]
+        packed = [item for item in outputs if item.kv_transfer_params is not None]
         for item in packed:
+            outputs.remove(item)
             singles = item.kv_transfer_params
             flat = iter(array.array("I", singles.pairs))
             serials = array.array("Q", singles.serials)
