@@ -25,6 +25,7 @@ from seedance.daemon.stream import Stream
 from seedance.daemon.stream_columns import FEWEST, Sends, StreamColumns
 from seedance.engine.adapter import EngineState
 from seedance.engine.channel import (
+    PAIR_BYTES,
     Abort,
     Batch,
     Delta,
@@ -50,7 +51,6 @@ from seedance.qos.limiter import Refusal, TenantLimiter
 _log = logging.getLogger(__name__)
 HOLD_S: Final = 120.0
 """So long a stream that no session keeps waits for another engine host."""
-_PAIR_BYTES: Final = 8
 _FEWEST_OF_ROWS: Final = 2
 _TRANSIENT: Final = ("overloaded", "engine_unavailable")
 _GONE: Final = ApiError(
@@ -417,7 +417,7 @@ class EngineClient:
         """Have what can be taken in columns sent; return how many tokens that were, and what is left."""
         # Who is a row already would have to leave it for a token that comes another way.
         fewest = min(self._fewest, _FEWEST_OF_ROWS) if len(self.fm_columns) else self._fewest
-        if len(batch.singles) < fewest * _PAIR_BYTES:
+        if len(batch.singles) < fewest * PAIR_BYTES:
             return 0, batch.pairs()
         flat = np.frombuffer(batch.singles, np.uint32)
         numbers, token_ids = flat[0::2], flat[1::2]

@@ -18,7 +18,8 @@ from seedance.errors import RemoteProtocolError
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 _HEADER: Final = 4
-_PAIR_BYTES: Final = 8
+PAIR_BYTES: Final = 8
+"""Of a stream or key and its token, in `Batch.singles`."""
 
 StreamNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Batch(msgspec.Struct, tag=3, array_like=True):
     @property
     def tokens(self) -> int:
         """How many tokens are in it."""
-        return len(self.singles) // _PAIR_BYTES + sum(len(delta.token_ids) for delta in self.deltas)
+        return len(self.singles) // PAIR_BYTES + sum(len(delta.token_ids) for delta in self.deltas)
 
     def pairs(self) -> Iterator[tuple[int, int]]:
         """Iterate over `singles`: stream, token id."""

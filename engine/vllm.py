@@ -25,6 +25,7 @@ import zmq
 from seedance.engine import vllm_control as control
 from seedance.engine import vllm_wire as wire
 from seedance.engine.adapter import EngineEvents, EngineState, EngineStatistics, Output, outputs_of
+from seedance.engine.channel import PAIR_BYTES
 from seedance.engine.ledger import Ledger
 from seedance.engine.request import NOT_URGENT, ModelInfo, Sampling, TenantContext, Urgency
 from seedance.engine.survivors import Survivors
@@ -45,7 +46,6 @@ _CONNECT_S: Final = 0.005
 CLAIM_S: Final = 5.0
 """So long workers have, which are at hand, to ask for what an engine went on with."""
 _MIB: Final = 1 << 20
-_PAIR_BYTES: Final = 8
 
 logger = logging.getLogger(__name__)
 N = TypeVar("N")
@@ -369,7 +369,7 @@ class VllmAdapter:
         outputs, singles = self._unclaimed_kept(outputs, singles)
         if (outputs or singles) and self._state is EngineState.READY:
             self._steps += 1
-            self._tokens += len(singles) // _PAIR_BYTES + sum(len(output.token_ids) for output in outputs)
+            self._tokens += len(singles) // PAIR_BYTES + sum(len(output.token_ids) for output in outputs)
             self._events.step_completed(outputs, singles)
         elif outputs:
             for output in outputs:

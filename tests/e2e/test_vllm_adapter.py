@@ -336,7 +336,9 @@ def test_weights_that_were_loaded_halfway_can_be_loaded_again(engine: Engine, tm
 
     async def there_and_back() -> tuple[list[Output], list[Output]]:
         before = await engine.generate(prompt)
-        with pytest.raises(EngineError, match=f"cannot load '{halfway}' into the engine: .") as caught:
+        with pytest.raises(
+            EngineError, match=f"cannot load '{halfway}' into the engine: .*exceeds dimension"
+        ) as caught:
             await engine.adapter.reload("tiny", str(halfway))
         assert not isinstance(caught.value, EngineDead)
         info = await engine.adapter.reload("tiny", str(engine.link))
