@@ -1,6 +1,6 @@
 """`python -m seedance.daemon` is `seedanced`."""
 
-from seedance.daemon.app import main
+from seedance.daemon.entry import seedanced
 
 if __name__ == "__main__":
-    main()
+    seedanced()

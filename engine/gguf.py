@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -44,6 +45,7 @@ PLAIN_TEMPLATE: Final = (
 """How a conversation reads to a model that was trained on text alone: who speaks, a colon, what is said."""
 
 _MAGIC: Final = b"GGUF"
+_SCRATCH: Final = ".converting-"
 _BLOCK: Final = 1 << 20
 _BYTES_PER_WEIGHT: Final = 2
 _TOKENIZER_BYTES: Final = 64 << 20
@@ -109,7 +111,9 @@ def convert(source: Source, models_dir: Path, report: Report) -> Path:
         return target
     try:
         models_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".converting-", dir=models_dir) as scratch:
+        with _alone_in(models_dir), tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=models_dir) as scratch:
+            if target.is_dir():
+                return target
             result = Path(scratch, "model")
             result.mkdir()
             whole = _whole_file(source, Path(scratch))
@@ -120,6 +124,19 @@ def convert(source: Source, models_dir: Path, report: Report) -> Path:
     except OSError as exc:
         raise KernelError(f"write the model to '{target}'", exc.errno or errno.EIO) from exc
     return target
+
+
+@contextlib.contextmanager
+def _alone_in(models_dir: Path) -> Iterator[None]:
+    """Wait until no other process converts into this directory, and remove what one that was killed has left."""
+    fd = os.open(models_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        for left in models_dir.glob(f"{_SCRATCH}*"):
+            shutil.rmtree(left)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _whole_file(source: Source, scratch: Path) -> Path:
@@ -216,16 +233,12 @@ def _tell_eos(result: Path) -> None:
 
 
 def _publish(result: Path, target: Path) -> None:
-    """Give a finished directory its final name; another process may have been quicker with the same content."""
+    """Give a finished directory its final name."""
     for path in result.iterdir():
         path.chmod(0o644)
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    try:
-        result.rename(target)
-    except OSError as exc:
-        if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
+    result.rename(target)
 
 
 @contextlib.contextmanager

@@ -68,9 +68,9 @@ install_packages() {
 
 # --- files --------------------------------------------------------------------------------------------------------
 
-# launcher MODULE: a command of ours; -I keeps the caller's PYTHON* variables and home out of a program that root runs.
+# launcher COMMAND: a command of ours; -I keeps the caller's PYTHON* variables and home out of a program that root runs.
 launcher() {
-    printf '#!%s/bin/python -I\nimport sys\n\nfrom %s import main\n\nsys.exit(main())\n' "$LIB" "$1"
+    printf '#!%s/bin/python -I\nfrom seedance.daemon.entry import %s\n\n%s()\n' "$LIB" "$1" "$1"
 }
 
 # with_prefix FILE: a file of systemd/, in which everything is in /usr, as it must be for this prefix.
@@ -97,8 +97,8 @@ stage_packages() {
     printf 'home = %s\ninclude-system-site-packages = false\nversion = %s\n' "${interpreter%/*}" "$minor" \
         | put 644 "$LIB/pyvenv.cfg"
     ln -s "$interpreter" "$DESTDIR$LIB/bin/python"
-    launcher seedance.daemon.app | put 755 "$LIB/bin/seedanced"
-    launcher seedance.daemon.ctl | put 755 "$LIB/bin/seedancectl"
+    launcher seedanced | put 755 "$LIB/bin/seedanced"
+    launcher seedancectl | put 755 "$LIB/bin/seedancectl"
     mkdir -p "$DESTDIR$PREFIX/bin"
     ln -sf ../lib/seedance/bin/seedanced ../lib/seedance/bin/seedancectl "$DESTDIR$PREFIX/bin/"
     put 755 "$LIB/install-engine" <packaging/install_engine.sh

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
+import os
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -91,6 +94,33 @@ def test_parts_that_do_not_match_their_sum_leave_nothing_behind(package: Path, t
     with pytest.raises(ConfigError, match="does not match its SHA-256"):
         gguf.convert(gguf.source_from_package(), tmp_path / "models", silent)
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_what_a_killed_conversion_has_left_goes_with_the_next(package: Path, tmp_path: Path) -> None:
+    left = tmp_path / "models" / ".converting-left"
+    left.mkdir(parents=True)
+    (left / "half.safetensors").write_bytes(b"half")
+    (package / "part1").write_bytes(b"other")
+    with pytest.raises(ConfigError, match="SHA-256"):
+        gguf.convert(gguf.source_from_package(), tmp_path / "models", silent)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_second_conversion_waits_for_the_first_and_takes_its_result(package: Path, tmp_path: Path) -> None:
+    source = gguf.source_from_package()
+    models = tmp_path / "models"
+    models.mkdir()
+    first = os.open(models, os.O_RDONLY)
+    fcntl.flock(first, fcntl.LOCK_EX)
+    found: list[Path] = []
+    second = threading.Thread(target=lambda: found.append(gguf.convert(source, models, silent)))
+    second.start()
+    second.join(0.1)
+    assert second.is_alive()
+    (models / source.directory_name).mkdir()
+    os.close(first)
+    second.join(10.0)
+    assert found == [models / source.directory_name]
 
 
 def test_a_directory_that_cannot_be_made_is_said_so(package: Path, tmp_path: Path) -> None:
