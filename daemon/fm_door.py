@@ -10,7 +10,7 @@ from seedance.daemon.fm_streams import FmSession
 from seedance.daemon.infer_door import WebSocketConnection
 from seedance.daemon.protocol.fm_frame import HEADER_BYTES
 from seedance.daemon.protocol.fm_messages import Error
-from seedance.daemon.protocol.fm_server import HelloReceived, ServerOpening
+from seedance.daemon.protocol.fm_opening import HelloReceived, ServerOpening
 from seedance.daemon.protocol.fm_timing import HEARTBEAT_S
 from seedance.daemon.protocol.frame import CloseCode, frame_binary
 from seedance.daemon.protocol.websocket import CloseReceived, Event

@@ -1,8 +1,4 @@
-"""The server's end of FM: a connection up to its HELLO, and the session that the HELLO asks for.
-
-Whose session it is can only be told from the HELLO, so a connection begins with a `ServerOpening`; its owner looks the
-resume token up and goes on with `ServerSession.connect`, or refuses.
-"""
+"""The server's end of FM: the session that a HELLO asks for (`fm_opening`)."""
 
 from __future__ import annotations
 
@@ -12,13 +8,10 @@ from typing import Any, ClassVar, Final, NamedTuple
 import msgspec
 
 from seedance.daemon.protocol.fm_frame import (
-    DEFAULT_PAYLOAD_BYTES,
     HEADER_BYTES,
     OF_SESSIONS,
     TOKENS_PREFIX_BYTES,
     Encoding,
-    frame,
-    split_message,
     tokens_prefix,
 )
 from seedance.daemon.protocol.fm_messages import (
@@ -35,15 +28,13 @@ from seedance.daemon.protocol.fm_messages import (
     Part,
     Tokens,
     Welcome,
-    decode_payload,
-    encode_payload,
 )
 from seedance.daemon.protocol.fm_receiver import ACK_BYTES
 from seedance.daemon.protocol.fm_sender import Backpressure
-from seedance.daemon.protocol.fm_session import TEXT_CHARACTERS, UNNUMBERED_FROM_BOTH, Failed, Options, Session
+from seedance.daemon.protocol.fm_session import TEXT_CHARACTERS, UNNUMBERED_FROM_BOTH, Options, Session
 from seedance.daemon.protocol.fm_states import State, Trigger
 from seedance.daemon.protocol.frame import CloseCode
-from seedance.errors import LocalProtocolError, RemoteProtocolError
+from seedance.errors import LocalProtocolError
 
 MAX_STREAMS: Final = 256
 """Streams at once in one session, whatever the tenant's own limit."""
@@ -53,12 +44,6 @@ LOSSLESS_ACK_DELAY_MS: Final = 10_000
 
 Not where the session's bound is small.
 """
-
-
-class HelloReceived(msgspec.Struct, frozen=True):
-    """A client asks for a session, new or known."""
-
-    hello: Hello
 
 
 class Unsaved(NamedTuple):
@@ -82,70 +67,6 @@ class Lent(NamedTuple):
     next_seq: int
     acked_seq: int
     credit: int
-
-
-class ServerOpening:
-    """A connection that has not said HELLO yet. The four verbs; `refuse` is the owner's answer when it has no session.
-
-    HELLO is alone in its message: what may follow it depends on the answer.
-    """
-
-    __slots__ = ("_events", "_out", "_payload_bytes", "close_code")
-
-    def __init__(self, payload_bytes: int = DEFAULT_PAYLOAD_BYTES) -> None:
-        self._payload_bytes = payload_bytes
-        self._events: list[HelloReceived | Failed] = []
-        self._out: list[bytes] = []
-        self.close_code: int | None = None
-
-    def receive_data(self, message: bytes) -> None:
-        """Take the connection's first binary WebSocket message."""
-        if self.should_close:
-            return
-        try:
-            frames = [
-                (seq_id, decode_payload(message, start, end))
-                for seq_id, start, end in split_message(message, self._payload_bytes)
-            ]
-        except RemoteProtocolError as error:
-            self._fail("protocol_error", str(error), error.code)
-            return
-        hello = frames[0][1]
-        if len(frames) == 1 and isinstance(hello, Hello) and frames[0][0] == 0:
-            self._events.append(HelloReceived(hello))
-        else:
-            self._fail("protocol_error", "cannot begin with anything but one HELLO, without a sequence number")
-
-    def receive_eof(self) -> None:
-        """Take the end of the connection."""
-        if not self.should_close:
-            self.close_code = CloseCode.ABNORMAL
-
-    def events_received(self) -> list[HelloReceived | Failed]:
-        """Return what happened since the last call."""
-        events, self._events = self._events, []
-        return events
-
-    def data_to_send(self) -> list[bytes]:
-        """Return WebSocket messages to be sent."""
-        out, self._out = self._out, []
-        return out
-
-    @property
-    def should_close(self) -> bool:
-        """Tell whether the connection is to be closed, with `close_code`, once everything is sent."""
-        return self.close_code is not None
-
-    def refuse(self, error: Error) -> None:
-        """Answer with an error of the connection, such as `not_found` or `gone`."""
-        self._out.append(frame(0, encode_payload(error)))
-        self.close_code = CloseCode.POLICY_VIOLATION
-
-    def _fail(self, code: str, message: str, close_code: int = CloseCode.PROTOCOL_ERROR) -> None:
-        message = message[:512]
-        self.refuse(Error(stream=0, code=code, message=message))
-        self.close_code = close_code
-        self._events.append(Failed(code, close_code, message))
 
 
 class ServerSession(Session):

@@ -26,8 +26,9 @@ from seedance.daemon.protocol.fm_messages import (
     Part,
     is_numbered,
 )
+from seedance.daemon.protocol.fm_opening import HelloReceived, ServerOpening
 from seedance.daemon.protocol.fm_sender import Backpressure
-from seedance.daemon.protocol.fm_server import HelloReceived, ServerOpening, ServerSession
+from seedance.daemon.protocol.fm_server import ServerSession
 from seedance.daemon.protocol.fm_session import Drained, Failed, Options, PeerGone, Session, Welcomed
 from seedance.daemon.protocol.fm_states import State
 from seedance.daemon.protocol.frame import CloseCode

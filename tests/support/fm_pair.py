@@ -9,7 +9,8 @@ from support.fm_vectors import read, write
 from seedance.daemon.protocol.fm_client import ClientSession
 from seedance.daemon.protocol.fm_frame import DEFAULT_PAYLOAD_BYTES, Encoding
 from seedance.daemon.protocol.fm_messages import Infer, Message
-from seedance.daemon.protocol.fm_server import HelloReceived, ServerOpening, ServerSession
+from seedance.daemon.protocol.fm_opening import HelloReceived, ServerOpening
+from seedance.daemon.protocol.fm_server import ServerSession
 from seedance.daemon.protocol.fm_session import Event, Options, Session
 
 TOKEN = "token"

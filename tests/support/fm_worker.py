@@ -18,7 +18,7 @@ from seedance.daemon.protocol.fm_client import ClientSession
 from seedance.daemon.protocol.fm_frame import split_message
 from seedance.daemon.protocol.fm_logprobs import Candidate, ScoredTokens
 from seedance.daemon.protocol.fm_messages import Accept, End, Error, Hello, Infer, Message, Note, Tokens
-from seedance.daemon.protocol.fm_server import HelloReceived, ServerOpening
+from seedance.daemon.protocol.fm_opening import HelloReceived, ServerOpening
 from seedance.daemon.protocol.fm_session import Options
 from seedance.daemon.protocol.frame import LENGTH_16, frame_binary
 from seedance.daemon.ring.frame_store import StoredFrames

@@ -1,4 +1,4 @@
-"""The server's end: the opening, whose history is kept, streams."""
+"""The server's end: whose history is kept, streams."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 from support.fm_pair import Pair, feed, messages
-from support.fm_vectors import write
 
 from seedance.daemon.protocol.fm_frame import Encoding
 from seedance.daemon.protocol.fm_messages import (
@@ -24,8 +23,8 @@ from seedance.daemon.protocol.fm_messages import (
     Welcome,
 )
 from seedance.daemon.protocol.fm_sender import Backpressure
-from seedance.daemon.protocol.fm_server import MAX_STREAMS, HelloReceived, ServerOpening, ServerSession
-from seedance.daemon.protocol.fm_session import Failed, Options
+from seedance.daemon.protocol.fm_server import MAX_STREAMS, ServerSession
+from seedance.daemon.protocol.fm_session import Options
 from seedance.daemon.protocol.fm_states import State
 from seedance.errors import LocalProtocolError
 
@@ -42,46 +41,6 @@ def welcome(session: ServerSession) -> Welcome:
     first = messages(session.data_to_send(0.0))[0]
     assert isinstance(first, Welcome)
     return first
-
-
-def test_an_opening_is_one_hello() -> None:
-    opening = ServerOpening()
-    opening.receive_data(write([(0, HELLO)]))
-    assert opening.events_received() == [HelloReceived(HELLO)]
-    assert (opening.data_to_send(), opening.should_close) == ([], False)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        pytest.param(write([(0, HELLO), (0, HELLO)]), id="two"),
-        pytest.param(write([(1, Infer(stream=1, model="m"))]), id="another kind"),
-        pytest.param(b"FM\x01\0\0\0\x01" + write([(0, HELLO)])[7:], id="a sequence number"),
-    ],
-)
-def test_an_opening_that_is_none(data: bytes) -> None:
-    opening = ServerOpening()
-    opening.receive_data(data)
-    opening.receive_data(data)
-    (event,) = opening.events_received()
-    assert isinstance(event, Failed)
-    assert messages(opening.data_to_send()) == [Error(stream=0, code="protocol_error", message=event.message)]
-    assert opening.close_code == 1002
-
-
-def test_an_owner_without_the_session_refuses() -> None:
-    opening = ServerOpening()
-    opening.receive_data(write([(0, HELLO)]))
-    error = Error(stream=0, code="gone", message="cannot resume: it has expired", oldest_seq=7)
-    opening.refuse(error)
-    assert messages(opening.data_to_send()) == [error]
-    assert (opening.should_close, opening.close_code) == (True, 1008)
-
-
-def test_an_opening_may_just_end() -> None:
-    opening = ServerOpening()
-    opening.receive_eof()
-    assert (opening.should_close, opening.events_received(), opening.data_to_send()) == (True, [], [])
 
 
 def test_a_new_session() -> None:

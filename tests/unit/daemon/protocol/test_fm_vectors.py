@@ -10,8 +10,9 @@ from support.fm_vectors import cases, described, load, read, write
 from seedance.daemon.protocol.fm_client import ClientSession
 from seedance.daemon.protocol.fm_frame import DEFAULT_PAYLOAD_BYTES, Kind
 from seedance.daemon.protocol.fm_messages import Error, Hello, Infer, Welcome
+from seedance.daemon.protocol.fm_opening import ServerOpening
 from seedance.daemon.protocol.fm_receiver import Placed, Receiver, unwrap
-from seedance.daemon.protocol.fm_server import ServerOpening, ServerSession
+from seedance.daemon.protocol.fm_server import ServerSession
 from seedance.daemon.protocol.fm_session import Failed, Session
 from seedance.daemon.protocol.fm_states import (
     FINAL_CODES,
