@@ -12,7 +12,7 @@
  *
  * The fields are those of sse_client.c: `done` counts END frames, `events` TOKENS frames, `bytes` what was received.
  * `messages` are the WebSocket messages that brought them, `sent` the bytes that this client sent. Sessions are kept
- * between rounds. Frames are ACKed as our own client does it: 32 of them together, or what the WELCOME allows.
+ * between rounds. Frames are ACKed as our own client does it: 64 of them together, or what the WELCOME allows.
  */
 
 #define _GNU_SOURCE
@@ -31,7 +31,7 @@
 
 #define MAX_SESSIONS 10000
 #define MAX_STREAMS_PER_SESSION 256
-#define ACK_FRAMES 32
+#define ACK_FRAMES 64
 #define ACK_DELAY_NS 100000000ull
 #define TICK_MS 20
 #define WINDOW 128

@@ -26,7 +26,7 @@ from seedance.daemon.protocol.fm_timing import NEVER, RoundTrip
 
 DUPLICATES: Final = 1024
 ACK_DELAY_S: Final = ACK_DELAY_MS / 1000
-ACK_FRAMES: Final = RING_FRAMES // 4
+ACK_FRAMES: Final = RING_FRAMES // 2
 ACK_BYTES: Final = 64 << 10
 DEFAULT_RING_BYTES: Final = 4 << 20
 
