@@ -31,7 +31,7 @@ def daemon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tables = {
         "engine.synthetic": {"tokens_per_s": TOKENS_PER_S, "prompt_tokens_per_s": 0},
         "worker": {"max_backlog": f"{MAX_BACKLOG_BYTES}B"},
-        "http": {"idle_timeout": "1s"},
+        "http": {"idle_timeout": "1s", "ping_interval": "1s"},
     }
     with running(tmp_path_factory.mktemp("d"), "acme", io=request.param, tables=tables) as daemon:
         daemon.text("acme")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
-from support.virtual_time import run_in_virtual_time
+from support.fake_adapter import MODEL, FakeAdapter, FakeSource
 
-from seedance.engine.adapter import EngineAdapter, EngineEvents, EngineState, EngineStatistics, Output
+from seedance.engine.adapter import EngineEvents, EngineState, Output
 from seedance.engine.engine import Engine, Role
 from seedance.engine.engines import Engines
 from seedance.engine.ledger import Ledger
@@ -22,7 +21,6 @@ from seedance.engine.model_shapes import ModelConfig
 from seedance.engine.model_swap import ModelSwap
 from seedance.engine.request import NOT_URGENT, FinishReason, ModelInfo, Sampling, TenantContext, TokenLogprobs, Urgency
 from seedance.engine.settings import EngineSettings, FailoverSettings
-from seedance.engine.vllm_control import LeftCore
 from seedance.errors import EngineDead, EngineError
 
 OLD = EngineSettings(kind="vllm", name="m", model="/old", load="beside")
@@ -30,46 +28,34 @@ NEW = msgspec.structs.replace(OLD, model="/new")
 TOKENS = {"/old": "t1", "/new": "t1", "/other": "t2"}
 
 
-class FakeAdapter:
-    """An engine that answers its canary as the test says."""
+class CanaryAdapter(FakeAdapter):
+    """An engine that takes its time, and answers its canary as the test says."""
 
     def __init__(self, settings: EngineSettings) -> None:
+        super().__init__()
         self.settings = settings
         self.logprob = -1.0
         self.answers = True
-        self.refusal: EngineError | None = None
-        self.start_error: EngineDead | None = None
-        self.events: EngineEvents
-        self.aborted: list[int] = []
-        self.stopped = False
-        self.core_pid: int | None = None
-        self.unclaimed: Collection[int] = ()
         self.weights = settings.model
         self.reloads: list[str] = []
         self.reload_s = 3.0
         self.reload_errors: dict[str, EngineError] = {}  # by model
         self.logprobs: dict[str, float] = {}
         self.tokens = [7, 7, 7, 7]  # of its answers, one after the other
-        self.remembered: list[str] = []
+
+    @property
+    def known(self) -> list[str]:
+        """The models that the next host would have been told of."""
+        return [f"{model.tokenizer_dir} {model.tokens}" for model in self.remembered]
 
     async def start(self, events: EngineEvents) -> ModelInfo:
         self.events = events
         await asyncio.sleep(2)
-        if self.start_error is not None:
-            raise self.start_error
+        await super().start(events)
         return self.info(TOKENS[self.settings.model])
 
     def info(self, tokens: str = "") -> ModelInfo:
-        return ModelInfo(
-            name=self.settings.name,
-            tokenizer_dir=self.weights,
-            max_model_len=100,
-            vocab_size=50,
-            eos_token_ids=(),
-            created=0,
-            engine="fake",
-            tokens=tokens,
-        )
+        return msgspec.structs.replace(MODEL, name=self.settings.name, tokenizer_dir=self.weights, tokens=tokens)
 
     async def reload(self, name: str, model: str) -> ModelInfo:
         self.reloads.append(model)
@@ -92,65 +78,34 @@ class FakeAdapter:
         emitted_token_ids: Sequence[int] = (),
         claim: str = "",
     ) -> None:
-        if self.refusal is not None:
-            raise self.refusal
+        super().submit(key, tenant, prompt_token_ids, sampling, urgency, emitted_token_ids, claim)
         if self.answers:
             logprob = self.logprobs.get(self.weights, self.logprob)
             positions = [TokenLogprobs([7, 8], [logprob, -2.0], 1)] * sampling.max_tokens
             output = Output(key, [self.tokens.pop(0)] * sampling.max_tokens, FinishReason.LENGTH, positions)
             asyncio.get_running_loop().call_later(1, lambda: self.events.step_completed([output]))
 
-    def claim(self, claim: str, emitted_token_ids: Sequence[int]) -> Output | None:
-        return None
 
-    def remember(self, model: ModelInfo) -> None:
-        self.remembered.append(f"{model.tokenizer_dir} {model.tokens}")
+class CanarySource(FakeSource):
+    """Such engines; `prepare` is told of each before it starts."""
 
-    def abort(self, keys: Sequence[int]) -> None:
-        self.aborted += keys
-
-    def set_paused(self, keys: Sequence[int], is_paused: bool) -> None:
-        pass
-
-    async def statistics(self) -> EngineStatistics:
-        return EngineStatistics(state=EngineState.READY, running=0, waiting=0)
-
-    def give_up(self, reason: str) -> None:
-        self.die(reason)
-
-    def shrink(self) -> None:
-        pass
-
-    def die(self, reason: str = "killed") -> None:
-        self.events.state_changed(EngineState.DEAD, reason)
-
-    async def stop(self) -> None:
-        self.stopped = True
-
-
-class FakeSource:
     def __init__(self) -> None:
-        self.adapters: list[FakeAdapter] = []
-        self.prepare: Callable[[FakeAdapter], object] = lambda adapter: None
+        super().__init__(self._prepared)
+        self.adapters: list[CanaryAdapter] = []
+        self.prepare: Callable[[CanaryAdapter], object] = lambda adapter: None
 
-    async def left(self, settings: EngineSettings, most: int) -> Sequence[LeftCore]:
-        return ()
-
-    def create(self, settings: EngineSettings, ledger: Ledger, left: LeftCore | None = None) -> EngineAdapter:
-        adapter = FakeAdapter(settings)
+    def _prepared(self, settings: EngineSettings) -> CanaryAdapter:
+        adapter = CanaryAdapter(settings)
         self.prepare(adapter)
         self.adapters.append(adapter)
         return adapter
-
-    async def stop(self) -> None:
-        pass
 
 
 class Scene:
     """A host of which nothing is real but its engines; `streams` counts the generations of each."""
 
     def __init__(self, **failover: Any) -> None:
-        self.source = FakeSource()
+        self.source = CanarySource()
         settings = msgspec.structs.replace(OLD, failover=FailoverSettings(**failover))
         self.engines = Engines(self.source, settings, Ledger.create(), self, 1.0)
         self.settings = settings
@@ -274,12 +229,3 @@ async def scene(**failover: Any) -> AsyncIterator[Scene]:
     finally:
         keeping.cancel()
         await it.engines.stop()
-
-
-def run(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    def sync(*arguments: Any, **named: Any) -> None:
-        run_in_virtual_time(test(*arguments, **named))
-
-    sync.__name__, sync.__doc__ = test.__name__, test.__doc__
-    sync.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
-    return sync

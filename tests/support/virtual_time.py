@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -48,3 +49,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine function, with the same parameters."""
+
+    def sync(*arguments: Any, **named: Any) -> None:
+        run_in_virtual_time(test(*arguments, **named))
+
+    sync.__name__, sync.__doc__ = test.__name__, test.__doc__
+    sync.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
+    return sync

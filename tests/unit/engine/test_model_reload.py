@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable
 
 import pytest
-from support.swap_scene import FakeAdapter, Scene, run, scene
+from support.swap_scene import CanaryAdapter, Scene, scene
+from support.virtual_time import in_virtual_time
 
 from seedance.engine.adapter import EngineState
 from seedance.engine.engine import Role
@@ -20,13 +21,13 @@ DEATH = (EngineState.DEAD, "killed")
 FULL = EngineError("engine_unavailable", "cannot load it: the disk failed")
 
 
-def adapter_of(it: Scene) -> FakeAdapter:
+def adapter_of(it: Scene) -> CanaryAdapter:
     """Return the engine that serves at first."""
     it.layouts = ALIKE
     return it.source.adapters[0]
 
 
-@run
+@in_virtual_time
 async def test_the_engine_that_serves_goes_on_with_the_new_weights() -> None:
     async with scene() as it:
         adapter = adapter_of(it)
@@ -38,7 +39,7 @@ async def test_the_engine_that_serves_goes_on_with_the_new_weights() -> None:
         assert it.living() == ["/new active"]
         assert it.source.adapters == [adapter]
         assert adapter.reloads == ["/new"]
-        assert adapter.remembered == ["/old t1", "/new t1"]
+        assert adapter.known == ["/old t1", "/new t1"]
         assert it.engines.settings.model == "/new"
         assert it.engines.taking is it.engines.active
         assert state.reload_s == pytest.approx(adapter.reload_s + 2, abs=0.1)  # and two answers to the canary
@@ -46,7 +47,7 @@ async def test_the_engine_that_serves_goes_on_with_the_new_weights() -> None:
         assert it.outputs == [], "the canary's tokens are nobody's"
 
 
-@run
+@in_virtual_time
 async def test_new_requests_wait_meanwhile() -> None:
     async with scene() as it:
         adapter_of(it)
@@ -59,7 +60,7 @@ async def test_new_requests_wait_meanwhile() -> None:
         assert it.takes[1] == "/new"
 
 
-@run
+@in_virtual_time
 async def test_streams_have_time_to_end_on_the_old_weights() -> None:
     async with scene() as it:
         adapter = adapter_of(it)
@@ -75,7 +76,7 @@ async def test_streams_have_time_to_end_on_the_old_weights() -> None:
         assert it.states[-1].pause_s > it.states[-1].reload_s + 15
 
 
-@run
+@in_virtual_time
 async def test_streams_that_take_too_long_go_on_with_the_new_weights() -> None:
     async with scene() as it:
         adapter_of(it)
@@ -86,7 +87,7 @@ async def test_streams_that_take_too_long_go_on_with_the_new_weights() -> None:
         assert asyncio.get_running_loop().time() - began_s < 60
 
 
-@run
+@in_virtual_time
 async def test_engines_that_stand_by_are_of_the_new_model_from_then_on() -> None:
     async with scene(standby=True) as it:
         adapter_of(it)
@@ -98,7 +99,7 @@ async def test_engines_that_stand_by_are_of_the_new_model_from_then_on() -> None
         assert it.living() == ["/new active", "/new standby"]
 
 
-@run
+@in_virtual_time
 async def test_there_and_back_again() -> None:
     async with scene() as it:
         adapter = adapter_of(it)
@@ -121,7 +122,7 @@ async def test_there_and_back_again() -> None:
         ("/old", ALIKE, "it is in the directory of the old one"),
     ],
 )
-@run
+@in_virtual_time
 async def test_what_is_no_matter_of_weights_alone_takes_another_engine(
     path: str, layouts: dict[str, str], reason: str
 ) -> None:
@@ -135,7 +136,7 @@ async def test_what_is_no_matter_of_weights_alone_takes_another_engine(
         assert len(it.source.adapters) == 2
 
 
-@run
+@in_virtual_time
 async def test_an_old_engine_that_dies_while_it_drains_takes_another_engine() -> None:
     async with scene() as it:
         adapter = adapter_of(it)
@@ -150,14 +151,14 @@ async def test_an_old_engine_that_dies_while_it_drains_takes_another_engine() ->
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
-WRONG: dict[str, tuple[Callable[[FakeAdapter], object], str]] = {
+WRONG: dict[str, tuple[Callable[[CanaryAdapter], object], str]] = {
     "nan": (lambda adapter: adapter.logprobs.update({"/new": math.nan}), "it gave the log probability nan"),
     "error": (lambda adapter: adapter.reload_errors.update({"/new": FULL}), "the disk failed"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-@run
+@in_virtual_time
 async def test_the_old_weights_are_loaded_again(case: str) -> None:
     async with scene() as it:
         adapter = adapter_of(it)
@@ -169,7 +170,7 @@ async def test_the_old_weights_are_loaded_again(case: str) -> None:
         assert reason in state.reason
         assert it.news == ["prepare /new", "take back 2"]
         assert adapter.reloads == ["/new", "/old"]
-        assert adapter.remembered[-1] == "/old t1"
+        assert adapter.known[-1] == "/old t1"
         assert it.source.adapters == [adapter]
         assert it.living() == ["/old active"]
         assert it.takes == ["/old", "/old"]
@@ -179,11 +180,11 @@ async def test_the_old_weights_are_loaded_again(case: str) -> None:
         assert it.living() == ["/old active"], "what is started now is the old model, too"
 
 
-def forgets(adapter: FakeAdapter) -> None:
+def forgets(adapter: CanaryAdapter) -> None:
     adapter.tokens = [7, 7, 8]
 
 
-BACK: dict[str, tuple[Callable[[FakeAdapter], object], str]] = {
+BACK: dict[str, tuple[Callable[[CanaryAdapter], object], str]] = {
     "error": (lambda adapter: adapter.reload_errors.update({"/old": FULL}), "the disk failed"),
     "nan": (lambda adapter: adapter.logprobs.update({"/old": math.nan}), "it gave the log probability nan"),
     "other tokens": (forgets, "it says something else than before"),
@@ -192,7 +193,7 @@ BACK: dict[str, tuple[Callable[[FakeAdapter], object], str]] = {
 
 @pytest.mark.parametrize("standby", [False, True])
 @pytest.mark.parametrize("case", BACK)
-@run
+@in_virtual_time
 async def test_an_engine_that_cannot_go_back_is_none(case: str, standby: bool) -> None:
     async with scene(standby=standby) as it:
         adapter = adapter_of(it)
@@ -210,7 +211,7 @@ async def test_an_engine_that_cannot_go_back_is_none(case: str, standby: bool) -
         assert it.engines.taking is it.engines.active
 
 
-@run
+@in_virtual_time
 async def test_an_engine_that_dies_of_it_is_followed_by_one_with_the_old_model() -> None:
     async with scene() as it:
         adapter = adapter_of(it)
@@ -222,7 +223,7 @@ async def test_an_engine_that_dies_of_it_is_followed_by_one_with_the_old_model()
         assert it.living() == ["/old active"]
 
 
-@run
+@in_virtual_time
 async def test_a_pause_is_bounded() -> None:
     async with scene() as it:
         adapter = adapter_of(it)
@@ -236,7 +237,7 @@ async def test_a_pause_is_bounded() -> None:
         assert it.living() == ["/old active"]
 
 
-@run
+@in_virtual_time
 async def test_a_load_that_is_cancelled_halfway_leaves_the_old_model() -> None:
     async with scene() as it:
         adapter = adapter_of(it)
@@ -251,7 +252,7 @@ async def test_a_load_that_is_cancelled_halfway_leaves_the_old_model() -> None:
         assert it.living() == ["/old active"]
 
 
-@run
+@in_virtual_time
 async def test_an_engine_that_stood_by_and_dies_gives_nobody_to_one_without_weights() -> None:
     async with scene(standby=True) as it:
         adapter = adapter_of(it)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.swap_scene import FakeAdapter, Scene, run, scene
+from support.swap_scene import CanaryAdapter, Scene, scene
+from support.virtual_time import in_virtual_time
 
 from seedance.engine import canary
 from seedance.engine.adapter import Output
@@ -20,7 +21,7 @@ from seedance.errors import EngineDead, EngineError
 # -- beside -----------------------------------------------------------------------------------------------------------
 
 
-@run
+@in_virtual_time
 async def test_from_the_order_to_the_end_of_the_old_engine() -> None:
     async with scene() as it:
         state = await it.load()
@@ -35,7 +36,7 @@ async def test_from_the_order_to_the_end_of_the_old_engine() -> None:
         assert it.outputs == [Output(1, [2])]
 
 
-@run
+@in_virtual_time
 async def test_streams_have_time_to_end() -> None:
     async with scene() as it:
         it.streams = {"/old": 3}
@@ -49,7 +50,7 @@ async def test_streams_have_time_to_end() -> None:
         assert it.living() == ["/new active"]
 
 
-@run
+@in_virtual_time
 async def test_streams_that_take_too_long_go_on_with_the_new_model() -> None:
     async with scene() as it:
         it.streams = {"/old": 3}
@@ -59,7 +60,7 @@ async def test_streams_that_take_too_long_go_on_with_the_new_model() -> None:
         assert 50 <= asyncio.get_running_loop().time() - began_s < 60
 
 
-@run
+@in_virtual_time
 async def test_streams_go_on_at_once_if_that_is_wanted() -> None:
     async with scene() as it:
         it.streams = {"/old": 3}
@@ -68,7 +69,7 @@ async def test_streams_go_on_at_once_if_that_is_wanted() -> None:
         assert it.living() == ["/new active"]
 
 
-@run
+@in_virtual_time
 async def test_streams_of_other_tokens_end_with_an_error_when_their_time_is_up() -> None:
     async with scene() as it:
         it.streams = {"/old": 3}
@@ -76,7 +77,7 @@ async def test_streams_of_other_tokens_end_with_an_error_when_their_time_is_up()
         assert it.news[1:] == ["ready /other", "drop 3: engine_unavailable"]
 
 
-@run
+@in_virtual_time
 async def test_requests_that_were_tokenised_for_the_old_model_have_a_moment() -> None:
     async with scene() as it:
         task = it.begin("/other", drain_s=0.0)
@@ -87,7 +88,7 @@ async def test_requests_that_were_tokenised_for_the_old_model_have_a_moment() ->
         assert asyncio.get_running_loop().time() - switched_s > LATE_S - 0.5
 
 
-@run
+@in_virtual_time
 async def test_streams_of_other_tokens_cannot_go_on() -> None:
     async with scene() as it:
         state = await it.load("/other", policy="continue")
@@ -96,7 +97,7 @@ async def test_streams_of_other_tokens_cannot_go_on() -> None:
         assert len(it.source.adapters) == 1, "nothing was started for it"
 
 
-@run
+@in_virtual_time
 async def test_engines_that_stand_by_are_of_the_new_model_from_then_on() -> None:
     async with scene(standby=True) as it:
         assert it.living() == ["/old active", "/old standby"]
@@ -105,7 +106,7 @@ async def test_engines_that_stand_by_are_of_the_new_model_from_then_on() -> None
         assert it.living() == ["/new active", "/new standby"]
 
 
-@run
+@in_virtual_time
 async def test_what_is_started_after_the_switch_is_the_new_model() -> None:
     async with scene() as it:
         await it.load()
@@ -114,7 +115,7 @@ async def test_what_is_started_after_the_switch_is_the_new_model() -> None:
         assert it.living() == ["/new active"]
 
 
-@run
+@in_virtual_time
 async def test_an_old_engine_that_dies_while_it_drains_ends_the_draining() -> None:
     async with scene() as it:
         it.streams = {"/old": 3}
@@ -127,7 +128,7 @@ async def test_an_old_engine_that_dies_while_it_drains_ends_the_draining() -> No
         assert it.living() == ["/new active"]
 
 
-@run
+@in_virtual_time
 async def test_an_old_engine_that_dies_before_the_switch_is_started_again_meanwhile() -> None:
     async with scene() as it:
         it.zygote_reason = None
@@ -145,7 +146,7 @@ async def test_an_old_engine_that_dies_before_the_switch_is_started_again_meanwh
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def with_new(change: Callable[[FakeAdapter], object]) -> Callable[[FakeAdapter], object]:
+def with_new(change: Callable[[CanaryAdapter], object]) -> Callable[[CanaryAdapter], object]:
     return lambda adapter: change(adapter) if adapter.settings.model != "/old" else None
 
 
@@ -172,7 +173,7 @@ SPOILED: dict[str, tuple[Callable[[Scene], None], str]] = {
 
 @pytest.mark.parametrize("load", ["beside", "instead"])
 @pytest.mark.parametrize("case", SPOILED)
-@run
+@in_virtual_time
 async def test_the_old_model_serves_when_something_goes_wrong(case: str, load: str) -> None:
     async with scene() as it:
         spoil, reason = SPOILED[case]
@@ -193,7 +194,7 @@ async def test_the_old_model_serves_when_something_goes_wrong(case: str, load: s
 
 
 @pytest.mark.parametrize("phase", ["checking", "starting", "trying", "preparing"])
-@run
+@in_virtual_time
 async def test_a_load_can_be_given_up_before_the_switch(phase: str) -> None:
     async with scene() as it:
         it.zygote_reason = None
@@ -207,7 +208,7 @@ async def test_a_load_can_be_given_up_before_the_switch(phase: str) -> None:
         assert it.living() == ["/old active"]
 
 
-@run
+@in_virtual_time
 async def test_a_new_engine_that_dies_before_the_switch_is_no_engine() -> None:
     async with scene() as it:
         it.zygote_reason = None
@@ -220,7 +221,7 @@ async def test_a_new_engine_that_dies_before_the_switch_is_no_engine() -> None:
         assert it.living() == ["/old active"]
 
 
-@run
+@in_virtual_time
 async def test_without_an_engine_there_is_nothing_to_replace() -> None:
     async with scene() as it:
         it.source.prepare = lambda adapter: setattr(adapter, "start_error", EngineDead("no"))
@@ -232,7 +233,7 @@ async def test_without_an_engine_there_is_nothing_to_replace() -> None:
 # -- instead ----------------------------------------------------------------------------------------------------------
 
 
-@run
+@in_virtual_time
 async def test_with_room_for_one_the_old_engine_goes_first() -> None:
     async with scene() as it:
         it.streams = {"/old": 2}
@@ -249,7 +250,7 @@ async def test_with_room_for_one_the_old_engine_goes_first() -> None:
         assert it.states[-1].pause_s > 9
 
 
-@run
+@in_virtual_time
 async def test_with_room_for_one_streams_wait_for_the_new_engine() -> None:
     async with scene(standby=True) as it:
         it.streams = {"/old": 2}
@@ -259,7 +260,7 @@ async def test_with_room_for_one_streams_wait_for_the_new_engine() -> None:
         assert it.living() == ["/new active", "/new standby"]
 
 
-@run
+@in_virtual_time
 async def test_with_room_for_one_streams_of_other_tokens_end_first() -> None:
     async with scene() as it:
         it.streams = {"/old": 2}
@@ -267,7 +268,7 @@ async def test_with_room_for_one_streams_of_other_tokens_end_first() -> None:
         assert it.news[1:4] == ["drop 2: engine_unavailable", "/old left", "recovering"]
 
 
-@run
+@in_virtual_time
 async def test_a_pause_is_bounded() -> None:
     async with scene() as it:
         it.source.prepare = with_new(lambda adapter: setattr(adapter, "answers", False))
