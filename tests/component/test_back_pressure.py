@@ -16,7 +16,7 @@ from seedance.engine.synthetic import BLOCK_TOKENS
 
 STALLED = 200
 LIVE = 3
-MAX_TOKENS = 1_200
+MAX_TOKENS = 500
 TOKENS_PER_S = 100
 RECEIVE_BUFFER_BYTES = 4096
 
@@ -27,7 +27,7 @@ def daemon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "listen": {"send_buffer": "16KiB"},  # so that a client that reads nothing is soon behind
         "engine": {"max_streams": 256},  # one of 32 is kept for tenants that use little
         "engine.synthetic": {"tokens_per_s": TOKENS_PER_S, "prompt_tokens_per_s": 0},
-        "worker": {"max_backlog": "64KiB"},
+        "worker": {"max_backlog": "32KiB"},
     }
     with running(tmp_path_factory.mktemp("d"), "globex", io=request.param, tables=tables) as daemon:
         daemon.add_tenant("acme", f"[tokens]\nstreams = {STALLED}\n[requests]\nqueue = {STALLED}\n")

@@ -167,7 +167,7 @@ def test_a_zygote_that_dies_or_hangs_is_followed_by_another(
 ) -> None:
     """Nobody wants a worker meanwhile: the daemon finds out by itself, of one that hangs as its manager watches."""
     if number == signal.SIGSTOP:
-        monkeypatch.setenv("WATCHDOG_USEC", "12000000")
+        monkeypatch.setenv("WATCHDOG_USEC", "6000000")
         monkeypatch.delenv("WATCHDOG_PID", raising=False)
     with running(tmp_path / "d", "acme", "globex") as daemon:
         wait_until(lambda: serves(daemon, "acme"))

@@ -39,7 +39,7 @@ RESUME_FOR_S = 2.0
 TABLES = {
     "listen": {"send_buffer": "16KiB"},
     "engine": {"max_model_len": 32768},
-    "engine.synthetic": {"tokens_per_s": 500, "prompt_tokens_per_s": 2000},
+    "engine.synthetic": {"tokens_per_s": 500, "prompt_tokens_per_s": 4000},
     "worker": {"max_head": "8KiB", "max_message": "256KiB", "max_backlog": "64KiB"},
     "http": {"ping_interval": "1s", "idle_timeout": "2s"},
 }
@@ -337,7 +337,7 @@ def _end(stream: FmStream) -> End:
 
 
 def test_a_drop_during_prefill_loses_nothing(daemon: Daemon) -> None:
-    prompt = [300 + index % 50 for index in range(6000)]  # three seconds of reading
+    prompt = [300 + index % 50 for index in range(6000)]  # a second and a half of reading
     tokens = whole_tokens(prompt, 50)
 
     async def run() -> None:
