@@ -1,7 +1,7 @@
 """Other weights for a real engine that runs, under streams, on a daemon whose memory is to hold one model.
 
-What each model says is known from engines that were started with it: the second one from a copy whose config.json says
-something of no meaning besides, for which another engine is started.
+What each model says is known from engines that were started with it: the second one, which comes first, from a copy
+whose config.json says something of no meaning besides, so that another engine is started for what follows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LONGEST_PAUSE_S = 10.0
 
 HELD = {LoadPhase.DRAINING, LoadPhase.RELOADING}
 PACE = 75
-"""Tokens of a stream in a second: they are to be under way still when the load gets to them."""
+"""Tokens of a stream in a second until a load gets to it: it is to be under way still."""
 
 
 class Meanwhile(NamedTuple):
@@ -65,17 +65,21 @@ class Machine:
         self.cores: set[int] = set()
         self.restarted = ""
 
-    def learn(self, folder: Path) -> None:
-        """Ask engines that were started with either model what these say."""
-        self.of_first = self.texts()
-        self.cores.add(engine_core(self.daemon))
-        alike = other_model(folder / "alike", config={"note": "?"})
-        done = ctl(self.daemon, "model", "load", str(alike), "--wait")
-        assert done.returncode == 0, done.stderr
-        self.restarted = done.stdout
+    def learn(self) -> None:
+        """Ask engines that were started with either model what these say; the last one serves from now on."""
         self.of_second = self.texts()
         self.cores.add(engine_core(self.daemon))
-        assert ctl(self.daemon, "model", "load", str(self.first), "--wait").returncode == 0
+        done = ctl(self.daemon, "model", "load", str(self.first), "--wait")
+        assert done.returncode == 0, done.stderr
+        self.restarted = done.stdout
+        self.of_first = self.texts()
+        self.cores.add(engine_core(self.daemon))
+
+    def pace(self, limits: str) -> None:
+        """Limit the tenants, whatever runs."""
+        for tenant in TENANTS:
+            self.daemon.add_tenant(tenant, limits)
+        self.daemon.reload()
 
     def streams(self) -> CompletionStreams:
         return CompletionStreams(self.daemon, MODEL, STREAMS, TOKENS)
@@ -90,6 +94,7 @@ class Machine:
     def meanwhile(self, path: Path, policy: Policy = "finish") -> Meanwhile:
         """Load a model under streams, and begin others once the engine takes nothing new."""
         running, later = self.streams(), self.streams()
+        self.pace(f"[tokens]\nper_second = {PACE * STREAMS // len(TENANTS)}\n")
 
         async def main() -> Meanwhile:
             async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
@@ -100,6 +105,7 @@ class Machine:
                     await asyncio.sleep(0.01)
                 assert not any(running.reasons), "the streams ended too soon"
                 tasks.create_task(later.run())
+                tasks.create_task(asyncio.to_thread(self.pace, ""))
                 stall = await watch(lambda: [*map(len, running.texts)], lambda: all(running.reasons), LIMIT_S)
             return Meanwhile(running.texts, later.texts, stall)
 
@@ -127,7 +133,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     folder = tmp_path_factory.mktemp("d")
     engine = {
         "kind": "vllm",
-        "model": str(folder / "first"),
+        "model": str(other_model(folder / "alike", config={"note": "?"})),
         "name": MODEL,
         "kv": f"{KV_BYTES >> 20}MiB",
         "dtype": "float32",
@@ -136,11 +142,11 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     }
     daemon = Daemon(folder, tables={"engine": engine})
     for tenant in TENANTS:
-        daemon.add_tenant(tenant, f"[tokens]\nper_second = {PACE * STREAMS // len(TENANTS)}\n")
+        daemon.add_tenant(tenant)
     machine = Machine(daemon, folder)
     try:
         daemon.start(LIMIT_S)
-        machine.learn(folder)
+        machine.learn()
         yield machine
     finally:
         daemon.close()
@@ -148,7 +154,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 @pytest.fixture(autouse=True)
 def first(machine: Machine) -> Iterator[None]:
-    """The model that the daemon was started with, which it serves before and after."""
+    """The model that the daemon serves before and after."""
     yield
     load = load_of(machine.daemon)
     if load is not None and load.is_switched and load.order.path != str(machine.first):

@@ -1,8 +1,8 @@
 """vLLM's own schedulers with ours over them, and no model: its steps are answered by arithmetic.
 
-`python -m support.vllm_steps plain|async SEED...` runs random loads, each until all requests have ended, and prints
-what became of each as a line of JSON. A token is a function of its request and its place, so that one that is lost,
-repeated or out of order shows. With `async` two steps are under way at once, as vLLM has it on a GPU.
+`python -m support.vllm_steps SEED...` runs random loads in each of MODES, each load until all requests have ended, and
+prints what became of it as a line of JSON. A token is a function of its request and its place, so that one that is
+lost, repeated or out of order shows. In the mode `async` two steps are under way at once, as vLLM has it on a GPU.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from seedance.engine.scheduling import TenantLimits
 from seedance.engine.vllm_core import scheduler_class
 from seedance.engine.vllm_wire import QUOTA_KEY
 
+MODES: Final = ("plain", "async")
 BLOCK: Final = 16
 BLOCKS: Final = 60
 SLOTS: Final = 8
@@ -223,5 +224,6 @@ class Load:
 
 
 if __name__ == "__main__":
-    for seed in sys.argv[2:]:
-        print(json.dumps(Load(sys.argv[1] == "async", int(seed)).run()))
+    for mode in MODES:
+        for seed in sys.argv[1:]:
+            print(json.dumps({"mode": mode, **Load(mode == "async", int(seed)).run()}))
