@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -170,7 +171,7 @@ def _write_model(gguf_file: Path, result: Path, report: Report) -> None:
     gguf: Any = importlib.import_module("gguf")
     # transformers parses the whole file anew for the configuration, for the tokenizer and for the weights: seconds
     # each time, for a vocabulary of 262,144 entries. It looks the class up in the module at each use.
-    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
+    gguf.GGUFReader = functools.cache(_quick_reader(gguf.GGUFReader))
     with _as_config_error(gguf_file):
         reader = gguf.GGUFReader(str(gguf_file))
         weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
@@ -204,6 +205,23 @@ def _write_model(gguf_file: Path, result: Path, report: Report) -> None:
         # tokenizers and safetensors report a full disk as error classes of their own, with the system's text in it.
         raise KernelError("write the model", errno.ENOSPC if "os error 28" in str(exc) else errno.EIO) from exc
     _tell_eos(result)
+
+
+def _quick_reader(reader: Any) -> type:
+    """Return a reader that takes the file as a plain array: of a memory map, each of a million slices costs four times
+    as much (numpy 2.3).
+    """
+
+    class Reader(reader):  # type: ignore[misc]
+        @property
+        def data(self) -> np.ndarray[Any, Any]:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: np.ndarray[Any, Any]) -> None:
+            self._data = mapped.view(np.ndarray)
+
+    return Reader
 
 
 @contextlib.contextmanager
