@@ -225,10 +225,18 @@ def runtime_requirements() -> list[str]:
 
 
 def installed_files(name: str) -> list[tuple[Path, str]]:
-    files = metadata.files(name) or []
-    return [
-        (Path(file.locate()), str(file)) for file in files if ".." not in file.parts and Path(file.locate()).is_file()
-    ]
+    """Return the files of a distribution, each with its place below the folder of them all.
+
+    Those that set-up has compiled are among them, which no list has: to compile takes its time under emulation.
+    """
+    listed = [Path(file) for file in metadata.files(name) or [] if ".." not in file.parts]
+    compiled = [compiled_of(file) for file in listed if file.suffix == ".py"]
+    folder = Path(str(metadata.distribution(name).locate_file("")))
+    return [(folder / file, str(file)) for file in [*listed, *compiled] if (folder / file).is_file()]
+
+
+def compiled_of(source: Path) -> Path:
+    return source.parent / "__pycache__" / f"{source.stem}.{sys.implementation.cache_tag}.pyc"
 
 
 def shared_libraries(binaries: list[Path]) -> set[Path]:
