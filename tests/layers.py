@@ -2,22 +2,27 @@
 
     python tests/layers.py [--expect "vm e2e"] [LAYER...]
 
-A layer that measures no time may run beside those before it: it begins at once, and is waited for and shown when its
-turn comes. Every layer that did not run says why. With `--expect`, a layer of that list that was skipped is a failure.
-Exit status: 0 all well, 1 something failed or was skipped though expected, 2 wrong arguments.
+A layer that measures no time may run beside those before it: such layers begin at once, one after the other, and are
+waited for and shown when their turn comes. Beside them, what all layers need is set up first. Every layer that did not
+run says why. With `--expect`, a layer of that list that was skipped is a failure. Exit status: 0 all well, 1 something
+failed or was skipped though expected, 2 wrong arguments.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Final
@@ -79,6 +84,7 @@ LAYERS: Final = (
     Layer("property", 300),
     Layer("fuzz", 180),
     Layer("packaging", 300),
+    Layer("image", 900, parts=("vm",), commands=((sys.executable, "-m", "vm.systemd_run", "--build"),), is_beside=True),
     Layer("baseline", 900, parts=("vm",), commands=((sys.executable, "-m", "vm.run"),), is_beside=True),
     Layer("bpf", 300),
     Layer("component", 1200),
@@ -94,6 +100,7 @@ def run(command: Sequence[str], limit_s: float) -> int:
 
 def _start(command: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # tests start hundreds of processes: none is to compile all anew
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stdout=output, stderr=output)
 
 
@@ -153,10 +160,13 @@ def run_layer(layer: Layer) -> Outcome:
 
 
 def set_up(layer: Layer) -> Outcome | None:
-    """Set up what a layer needs; return why it cannot be, if so."""
-    if not layer.parts:
-        return None
-    done = subprocess.run(["packaging/setup.sh", *layer.parts], cwd=ROOT, check=False, stderr=subprocess.PIPE)
+    """Set up what a layer needs, unless that was done; return why it cannot be, if so."""
+    return _set_up(layer.parts) if layer.parts else None
+
+
+@functools.cache
+def _set_up(parts: tuple[str, ...]) -> Outcome | None:
+    done = subprocess.run(["packaging/setup.sh", *parts], cwd=ROOT, check=False, stderr=subprocess.PIPE)
     text = done.stderr.decode(errors="replace")
     sys.stderr.write(text)
     return Outcome(SKIPPED, (text.strip().rpartition("\n")[2] or "its set-up failed",)) if done.returncode else None
@@ -167,7 +177,7 @@ def _of_command(status: int) -> Outcome:
 
 
 class Beside:
-    """Layers that run beside others from the beginning of the block on; what has not had its turn by the end is ended.
+    """Layers that run one after the other, beside others, from the beginning of the block on; its end ends them.
 
     The first one of `layers` is nobody's: it would only be waited for.
     """
@@ -175,36 +185,46 @@ class Beside:
     def __init__(self, layers: Sequence[Layer], folder: Path = REPORTS) -> None:
         self._layers = [layer for layer in layers[1:] if layer.is_beside]
         self._folder = folder
-        self._unable: dict[str, Outcome] = {}
-        self._running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+        self._pool = ThreadPoolExecutor(1)
+        self._going: dict[str, Future[Outcome]] = {}
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_over = False
 
     def __enter__(self) -> Beside:
         for layer in self._layers:
-            if unable := set_up(layer):
-                self._unable[layer.name] = unable
-                continue
-            (command,) = layer.commands
-            with self._output(layer).open("wb") as output:
-                process = _start(("nice", *command), output)
-            self._running[layer.name] = process, time.monotonic() + layer.limit_s
+            self._going[layer.name] = self._pool.submit(self._run, layer, set_up(layer))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process, _ in self._running.values():
-            _end_group(process)
+        with self._lock:
+            self._is_over = True
+            if self._process is not None and self._process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    _end_group(self._process)
+        self._pool.shutdown()
+
+    def _run(self, layer: Layer, unable: Outcome | None) -> Outcome:
+        self._output(layer).unlink(missing_ok=True)
+        if unable:
+            return unable
+        (command,) = layer.commands
+        with self._lock, self._output(layer).open("wb") as output:
+            if self._is_over:
+                return Outcome(SKIPPED)
+            self._process = _start(("nice", *command), output)
+        return _of_command(_finish(self._process, layer.limit_s))
 
     def run(self, layer: Layer) -> Outcome:
         """Run a layer, or wait for it and show what it has put out; return how it went."""
-        if layer.name in self._unable:
-            return self._unable[layer.name]
-        if layer.name not in self._running:
+        if layer.name not in self._going:
             return run_layer(layer)
-        process, deadline = self._running.pop(layer.name)
-        status = _finish(process, max(deadline - time.monotonic(), 0.0))
-        sys.stdout.write(self._output(layer).read_text(errors="replace"))
-        return _of_command(status)
+        outcome = self._going[layer.name].result()
+        if self._output(layer).exists():
+            sys.stdout.write(self._output(layer).read_text(errors="replace"))
+        return outcome
 
     def _output(self, layer: Layer) -> Path:
         return self._folder / f"{layer.name}.log"
@@ -248,6 +268,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [layer for layer in LAYERS if layer.name in options.layers or not options.layers]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what runs ends, too
     with Beside(chosen) as beside:
+        for layer in chosen:
+            set_up(layer)
         return run_layers(chosen, expected, beside.run)
 
 

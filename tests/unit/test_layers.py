@@ -71,8 +71,8 @@ def test_a_command_that_takes_too_long_is_ended() -> None:
 FIRST = Layer("first", 1)
 
 
-def beside(script: str, limit_s: float = 30) -> Layer:
-    return Layer("guest", limit_s, commands=((sys.executable, "-c", script),), is_beside=True)
+def beside(script: str, limit_s: float = 30, name: str = "guest") -> Layer:
+    return Layer(name, limit_s, commands=((sys.executable, "-c", script),), is_beside=True)
 
 
 def wait_for(path: Path) -> None:
@@ -102,6 +102,27 @@ def test_a_layer_beside_others_has_its_limit_from_when_it_began(tmp_path: Path) 
     layer = beside("import signal; signal.pause()", 0.2)
     with Beside([FIRST, layer], tmp_path) as running:
         assert running.run(layer) == Outcome(124)
+
+
+def test_layers_beside_others_run_one_after_the_other(tmp_path: Path) -> None:
+    made, free = tmp_path / "made", tmp_path / "free"
+    os.mkfifo(free)
+    one = beside(f"open({str(free)!r}).read(); open({str(made)!r}, 'x')", name="one")
+    other = beside(f"open({str(made)!r})", name="other")
+    with Beside([FIRST, one, other], tmp_path) as running:
+        free.write_text("go on")
+        assert running.run(other) == Outcome(0)
+        assert running.run(one) == Outcome(0)
+
+
+def test_what_has_not_begun_never_does(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    os.mkfifo(held)
+    one = beside(f"import signal; open({str(held)!r}, 'w'); signal.pause()", name="one")
+    other = beside(f"open({str(tmp_path / 'begun')!r}, 'x')", name="other")
+    with Beside([FIRST, one, other], tmp_path):
+        wait_for(held)
+    assert not (tmp_path / "begun").exists()
 
 
 def test_what_has_not_had_its_turn_is_ended(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m vm.systemd_run [TEST... -- PYTEST-ARGUMENT...]
     PYTHONPATH=tests python -m vm.systemd_run --shell 'systemctl status'
-    PYTHONPATH=tests python -m vm.systemd_run --start | --install | --stop
+    PYTHONPATH=tests python -m vm.systemd_run --build | --start | --install | --stop
     PYTHONPATH=tests python -m vm.systemd_run --counted [TEST...]
 
 The image is built and booted once, cached by content; what a guest writes is forgotten when it ends. A run takes up the
@@ -79,6 +79,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help="for pytest")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--shell", metavar="COMMAND", help="run this in the guest, print its output, and end")
+    action.add_argument("--build", action="store_true", help="build the image, if need be, and do no more")
     action.add_argument("--start", action="store_true", help="start a guest with seedance installed, and leave it")
     action.add_argument("--install", action="store_true", help="install this checkout in the guest that runs")
     action.add_argument("--stop", action="store_true", help="end the guest that was left")
@@ -97,6 +98,9 @@ def split_at(word: str, arguments: Sequence[str]) -> list[list[str]]:
 
 
 def act(machine: Machine, options: argparse.Namespace) -> int:
+    if options.build:
+        find_image()
+        return 0
     if options.stop:
         machine.stop()
         return 0
