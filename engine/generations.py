@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import array
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from seedance.engine.adapter import Output
+from seedance.engine.channel import PAIR_BYTES, pack_singles
 from seedance.engine.emitted import Emitted
 from seedance.engine.host_channel import Channel, Generation
 from seedance.engine.ledger import STREAMS
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from seedance.engine.engine import Engine
 
 _NOBODY: Final = 0
+_FEWEST: Final = 8
+"""Fewer generations than that in a step are cheaper one by one."""
 
 
 class Generations:
@@ -91,6 +95,8 @@ class Generations:
 
     def by_channel(self, singles: bytes) -> list[tuple[Channel, bytes]]:
         """Return for each channel its part of `singles`, by stream; what is nobody's is left out."""
+        if len(singles) < _FEWEST * PAIR_BYTES:
+            return self._few_by_channel(singles)
         pairs = np.frombuffer(singles, np.uint32).reshape(-1, 2)
         keys = pairs[:, 0]
         numbers = self._channel_numbers[keys]
@@ -103,3 +109,11 @@ class Generations:
         begins = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()]
         parts = zip(numbers[begins].tolist(), begins, [*begins[1:], len(numbers)], strict=True)
         return [(self._channels[number], pairs[at:end].tobytes()) for number, at, end in parts if number != _NOBODY]
+
+    def _few_by_channel(self, singles: bytes) -> list[tuple[Channel, bytes]]:
+        parts: dict[Channel, list[int]] = {}
+        flat = iter(array.array("I", singles))
+        for key, token_id in zip(flat, flat, strict=True):
+            if (generation := self._by_key.get(key)) is not None:
+                parts.setdefault(generation.channel, []).extend((generation.stream, token_id))
+        return [(channel, pack_singles(part)) for channel, part in parts.items()]

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from seedance.engine import vllm_continue, vllm_reload, vllm_sampling, vllm_scheduler, vllm_wire
+from seedance.engine import vllm_continue, vllm_outputs, vllm_reload, vllm_sampling, vllm_scheduler, vllm_wire
 from seedance.engine.ledger import Ledger
 from seedance.engine.vllm_control import (
     RELOAD,
@@ -203,6 +203,7 @@ def _extend(core: Any, launch: Launch) -> None:
         loader.process_weights_after_loading = count_and_process
     states = importlib.import_module("vllm.v1.worker.gpu_input_batch").CachedRequestState
     vllm_continue.begin_states_behind(states)
+    vllm_outputs.send_at_once(core.EngineCoreProc, importlib.import_module("vllm.v1.serial_utils").MsgpackEncoder)
     core.EngineCoreProc._perform_handshakes = perform_handshakes
     structured.StructuredOutputManager._create_grammar = create_grammar
     setattr(core.EngineCore, STATISTICS, _statistics)

@@ -31,9 +31,14 @@ def begin(generations: Generations, channel: Any, stream: int, emitted: tuple[in
     return generation
 
 
+def steps_of(least: int) -> st.SearchStrategy[dict[int, int]]:
+    """Token ids by key, of so many keys at least."""
+    return st.dictionaries(st.integers(0, 45), st.integers(0, 2**32 - 1), min_size=least)
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=40),
-    st.lists(st.dictionaries(st.integers(0, 45), st.integers(0, 2**32 - 1), min_size=1), max_size=5),
+    st.lists(st.sampled_from((1, 8)).flatmap(steps_of), max_size=5),
 )
 def test_a_step_is_sorted_by_channel(places: list[tuple[int, bool]], steps: list[dict[int, int]]) -> None:
     generations = Generations()
