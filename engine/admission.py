@@ -26,7 +26,7 @@ _ROUNDING_S: Final = 1e-6
 class WindowSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How arrivals are gathered: adaptively, or by `static_batch` requests or `static_wait_s`, whichever comes first.
 
-    `max_wait_s` bounds the adaptive window; `max_take` is the most that one step admits.
+    `max_wait_s` bounds the adaptive window; `max_take` is the most that one step admits, 1 to 64.
     """
 
     max_wait_s: float = 0.02
