@@ -7,12 +7,16 @@ Nothing of vLLM is imported: who imports it passes its encoder.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import zmq
 
+from seedance.errors import EngineDead
+
+_PARAMETERS: Final = ["self", "output_paths", "coord_output_path", "engine_index"]
 _LINGER_MS: Final = 4_000  # for the news of the core's death, as in vLLM
 
 
@@ -45,7 +49,12 @@ class Sender:
 
 
 def send_at_once(core: Any, encoder: Callable[[], Any]) -> None:
-    """Have an EngineCore's outputs sent by whoever has them; `encoder` makes what encodes them."""
+    """Have an EngineCore's outputs sent by whoever has them; `encoder` makes what encodes them.
+
+    Raises EngineDead when it is not vLLM 0.32's.
+    """
+    if list(inspect.signature(core.process_output_sockets).parameters) != _PARAMETERS:
+        raise EngineDead("this vLLM sends its outputs otherwise than 0.32.0, install that one")
     run_busy_loop = core.run_busy_loop
     sends = threading.Event()  # there is one core in a process
 

@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from seedance.engine.vllm_outputs import Sender, send_at_once
+from seedance.errors import EngineDead
 
 DEAD = b"ENGINE_CORE_DEAD"
 WAIT_MS = 5_000
@@ -39,7 +40,7 @@ class Core:
         self.output_thread = threading.Thread(target=self.process_output_sockets, args=([path], None, 7), daemon=True)
         self.output_thread.start()
 
-    def process_output_sockets(self, paths: list[str], coordinator: str | None, engine_index: int) -> None:
+    def process_output_sockets(self, output_paths: list[str], coord_output_path: str | None, engine_index: int) -> None:
         raise AssertionError("this would be vLLM's own")
 
     def run_busy_loop(self) -> None:
@@ -69,6 +70,15 @@ def test_all_outputs_leave_in_order_and_the_core_s_death_is_the_last_word(host: 
     assert received == [[b"early", b"7"], *([b"step %d" % step, b"7"] for step in range(3)), [DEAD]]
     core.output_thread.join(WAIT_MS / 1e3)
     assert not core.output_thread.is_alive()
+
+
+def test_a_core_that_sends_otherwise_is_refused() -> None:
+    class Other(Core):
+        def process_output_sockets(self, *paths: Any) -> None:
+            raise AssertionError("nobody calls this")
+
+    with pytest.raises(EngineDead, match="install that one"):
+        send_at_once(Other, Encoder)
 
 
 def test_who_puts_an_output_in_sends_it() -> None:
