@@ -59,7 +59,11 @@ class Accounts:
                 roster.put_back(request)
         step = _Step(begun_s, StepLoad(), {})
         self._steps.append(step)
-        spent = self._count_decodes(step, now_s, self._missing(scheduled, len(readers)))
+        decoders = roster.decoders
+        missing: list[Request] = []
+        if len(scheduled) - len(readers) != len(decoders):
+            missing = [decoders[key] for key in decoders.keys() - scheduled.keys()]
+        spent = self._count_decodes(step, now_s, missing)
         for request in readers:
             if self._count_read(step, request, scheduled[request.key], now_s):
                 spent.append(request.tenant)
@@ -81,9 +85,11 @@ class Accounts:
         if not load.requests:
             decoding.end_round(0.0, 0.0, 0.0)
             return []
-        late_s = _LATE_FACTOR * self._cost.predict_s(load) if self._cost.is_fitted else 0.0
-        rates = self._cost.rates(load, min(step_s, late_s + _LATE_S))
-        self._cost.observe(load, step_s)
+        cost = self._cost
+        cost_s = cost.predict_s(load)
+        late_s = _LATE_S + (_LATE_FACTOR * cost_s if cost.is_fitted else 0.0)
+        rates = cost.rates(load, step_s if step_s < late_s else late_s, cost_s)
+        cost.observe(load, step_s, cost_s)
         usage_scale = self._usage.set_time(now_s)
         token_s, context_s = rates.request_s + rates.decode_s, rates.context_s
         charges = {tenant: rates.share_s(part) for tenant, part in step.reads.items()}
@@ -107,13 +113,6 @@ class Accounts:
         self._roster.decoding.settle_all()
         self._usage.begin_anew(now_s, self._roster.tenants.values())
 
-    def _missing(self, scheduled: Mapping[Key, int], readers: int) -> list[Request]:
-        """Return the requests that should have decoded and did not."""
-        decoders = self._roster.decoders
-        if len(scheduled) - readers == len(decoders):
-            return []
-        return [decoders[key] for key in decoders.keys() - scheduled.keys()]
-
     def _count_decodes(self, step: _Step, now_s: float, missing: list[Request]) -> list[Tenant]:
         """Count a token for all who decode but those that are missing; returns whose pace or budget that ends."""
         decoding, load = self._roster.decoding, step.load
@@ -131,29 +130,31 @@ class Accounts:
         return spent
 
     def _count_read(self, step: _Step, request: Request, tokens: int, now_s: float) -> bool:
-        tenant = request.tenant
+        tenant, computed = request.tenant, request.computed
         _divide_read(step, request, tokens)
-        billed = max(request.computed, request.billed_tokens)
         output_tokens = int(self._roster.prompt_read(request, tokens))
         tenant.prompt_tokens += tokens
         tenant.counted_tokens += output_tokens
         tenant.last_scheduled = self._roster.decoding.rounds
-        new_tokens = max(0, request.computed - billed) + output_tokens
-        return tenant.is_metered and _spend(tenant, new_tokens, output_tokens, now_s)
+        if not tenant.is_metered:
+            return False
+        new_tokens = max(0, computed + tokens - max(computed, request.billed_tokens))
+        return _spend(tenant, new_tokens + output_tokens, output_tokens, now_s)
 
 
 def _divide_read(step: _Step, request: Request, tokens: int) -> None:
     """Charge a read to the request's tenant, or what is read anew for somebody else's sake to that one."""
-    computed = request.computed
+    computed, payer = request.computed, request.payer
     step.load.add_prefill(tokens, computed)
-    payer = request.payer
-    anew = 0 if payer is None else max(0, min(tokens, request.billed_tokens - computed))
-    if payer is not None and anew:
-        step.reads.setdefault(payer, StepLoad()).add_prefill(anew, computed)
+    anew = 0
+    if payer is not None:
+        anew = max(0, min(tokens, request.billed_tokens - computed))
+        if anew:
+            step.reads.setdefault(payer, StepLoad()).add_prefill(anew, computed)
     if anew < tokens:
         own = step.reads.setdefault(request.tenant, StepLoad())
         own.add_prefill(tokens - anew, computed + anew)
-        own.requests -= bool(anew)  # it is one request in the step
+        own.requests -= anew > 0  # it is one request in the step
 
 
 def _spend(tenant: Tenant, tokens: int, output_tokens: int, now_s: float) -> bool:

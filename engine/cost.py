@@ -9,11 +9,12 @@ attention of prompt tokens to their context. The prices are a least-squares fit 
   pulls no harder than one at the edge of the usual spread (Huber's weights, with a spread that is followed online).
 * The first steps of an engine warm it up: they are looked at together, and those that took far too long are left out.
 
-`observe` costs some 20 multiplications for a step that only decodes; the prices are solved for every few steps.
+`observe` only notes a step; every few steps the prices are solved for.
 """
 
 from __future__ import annotations
 
+import operator
 import statistics
 from typing import Final
 
@@ -48,12 +49,7 @@ class StepLoad(msgspec.Struct):
         """Add the next `tokens` of a prompt of which `context_tokens` have been read."""
         self.requests += 1
         self.prefill_tokens += tokens
-        self.attention += attention(tokens, context_tokens)
-
-
-def attention(tokens: int, context_tokens: int) -> float:
-    """Return how many thousand pairs the next `tokens` of a prompt make with what is before each of them."""
-    return tokens * (context_tokens + tokens / 2) / _PAIRS
+        self.attention += tokens * (context_tokens + tokens / 2) / _PAIRS
 
 
 class Prices(msgspec.Struct, frozen=True):
@@ -112,10 +108,12 @@ class CostModel:
         self.steps = 0
         # The fit is for multiples of these, so that all unknowns are of one magnitude.
         self._units = [max(price, unit) for price, unit in zip(_values(prices), _values(UNMEASURED), strict=True)]
-        count = len(self._units)
-        self._left = [[0.0] * count for _ in range(count)]
-        self._right = [0.0] * count
-        self._growth = 1.0  # instead of fading old steps, new ones weigh more
+        # The normal equations, right side last: sums over steps of what each has, and takes, times each other.
+        count = len(self._units) + 1
+        self._sums = [[0.0] * count for _ in range(count)]
+        # Of each step that is not in the sums yet: what it has, what it took, and its weight.
+        self._seen: list[tuple[float, ...]] = []
+        self._free = list(range(len(self._units)))
         self._spread = 0.1
         self._solve_in = _SOLVE_FIRST
         self._warm_up: list[tuple[StepLoad, float]] = []
@@ -129,7 +127,7 @@ class CostModel:
         """Return how long a step with this load should take."""
         return self.prices.cost_s(load)
 
-    def observe(self, load: StepLoad, step_s: float) -> None:
+    def observe(self, load: StepLoad, step_s: float, predicted_s: float | None = None) -> None:
         """Learn from a step. The load belongs to the model from here; an empty one says nothing."""
         if not load.requests or step_s <= 0:
             return
@@ -139,10 +137,12 @@ class CostModel:
             if self.steps == WARM_UP_STEPS:
                 self._end_warm_up()
             return
-        predicted_s = self.prices.cost_s(load)
+        if predicted_s is None:
+            predicted_s = self.prices.cost_s(load)
         error = abs(step_s / predicted_s - 1)
         edge = _EDGE * self._spread
-        self._add(load, step_s, 1 / predicted_s, 1.0 if error <= edge else edge / error)
+        weight = 1.0 if error <= edge else edge / error
+        self._add(load, step_s, weight / (predicted_s * predicted_s))
         self._spread += _SPREAD_STEP * (min(error, 2 * edge) - self._spread)
         self._spread = max(self._spread, _SPREAD_MIN)
         self._solve_in -= 1
@@ -150,13 +150,14 @@ class CostModel:
             self._solve()
             self._solve_in = min(_SOLVE_EVERY, max(_SOLVE_FIRST, self.steps // 8))
 
-    def rates(self, load: StepLoad, step_s: float) -> Rates:
-        """Return what each thing in a step owes of its measured time, so that all together owe `step_s`.
+    def rates(self, load: StepLoad, step_s: float, cost_s: float | None = None) -> Rates:
+        """Return what each thing in a step that should take `cost_s` owes, so that all together owe `step_s`.
 
         The fixed part goes by requests, the extra of a mixed step by prompt tokens, the rest to whoever caused it.
         """
         prices = self.prices
-        cost_s = prices.cost_s(load)
+        if cost_s is None:
+            cost_s = prices.cost_s(load)
         if cost_s <= 0:
             return Rates(step_s / load.requests if load.requests else 0.0, 0.0, 0.0, 0.0, 0.0)
         scale = step_s / cost_s
@@ -196,74 +197,76 @@ class CostModel:
         self.prices = Prices(*(price * usual for price in _values(self.prices)))
         for (load, step_s), ratio in zip(self._warm_up, ratios, strict=True):
             if ratio <= _WARM_UP_FACTOR * usual:
-                self._add(load, step_s, 1 / self.prices.cost_s(load), 1.0)
+                self._add(load, step_s, self.prices.cost_s(load) ** -2)
         self._warm_up.clear()
         self._solve()
 
-    def _add(self, load: StepLoad, step_s: float, scale: float, weight: float) -> None:
-        self._growth /= _FADE
-        weight *= self._growth
-        target = step_s * scale
-        right = self._right
-        seen: list[tuple[int, float]] = []
-        for i, count in enumerate(_counts(load)):
-            if not count:
-                continue
-            # Of the symmetric matrix only the part up to the diagonal is kept.
-            value = self._units[i] * count * scale
-            seen.append((i, value))
-            weighted = value * weight
-            line = self._left[i]
-            for j, other in seen:
-                line[j] += weighted * other
-            right[i] += weighted * target
+    def _add(self, load: StepLoad, step_s: float, weight: float) -> None:
+        self._seen.append((*_counts(load), step_s, weight))
 
-    def _fade(self) -> None:
-        """Have a new step weigh 1 again."""
-        scale, self._growth = 1 / self._growth, 1.0
-        self._left = [[value * scale for value in line] for line in self._left]
-        self._right = [value * scale for value in self._right]
+    def _sum_up(self) -> None:
+        """Take the steps that were seen into the sums; old ones fade."""
+        *columns, weights = zip(*self._seen, strict=True)
+        self._seen.clear()
+        fading = _FADE ** len(weights)
+        weights = tuple(weight * _FADE**age for age, weight in enumerate(reversed(weights)))[::-1]
+        units = (*self._units, 1.0)
+        for i, column in enumerate(columns):
+            weighted = [units[i] * value * weight for value, weight in zip(column, weights, strict=True)]
+            for j in range(i + 1):
+                value = self._sums[i][j] * fading + units[j] * sum(map(operator.mul, weighted, columns[j]))
+                self._sums[i][j] = self._sums[j][i] = value
 
     def _solve(self) -> None:
         """Find the prices of least error; one that would be negative is 0, and the others are found without it."""
-        self._fade()
+        self._sum_up()
         current = [price / unit for price, unit in zip(_values(self.prices), self._units, strict=True)]
-        free = list(range(len(current)))
-        found: dict[int, float] = {}
-        while free:
-            found = dict(zip(free, self._solve_for(free, current), strict=True))
-            negative = [i for i in free if found[i] < 0]
-            if not negative:
-                break
-            worst = min(negative, key=found.__getitem__)
-            free.remove(worst)
-            del found[worst]
+        found = _solve_for(self._free, current, self._sums)  # which are not 0 seldom changes
+        if not _is_least(found, current, self._sums):
+            found = _solve_for(list(range(len(current))), current, self._sums)
+            while min(found.values()) < 0:
+                del found[min(found, key=found.__getitem__)]
+                found = _solve_for(list(found), current, self._sums)
+        self._free = list(found)
         prices = Prices(*(found.get(i, 0.0) * unit for i, unit in enumerate(self._units)))
         if prices.fixed_s + prices.prefill_s + prices.decode_s > 0:
             self.prices = prices
 
-    def _solve_for(self, free: list[int], current: list[float]) -> list[float]:
-        """Solve the normal equations for some unknowns, the others being 0, by Gauss's elimination.
 
-        The matrix is positive definite thanks to the pull towards the current prices, so no pivoting is needed.
-        """
-        rows: list[list[float]] = []
-        for i in free:
-            row = [self._left[max(i, j)][min(i, j)] for j in free]
-            row.append(self._right[i] + _PRIOR_STRENGTH * current[i])
-            row[len(rows)] += _PRIOR_STRENGTH
-            rows.append(row)
-        for place, pivot in enumerate(rows):
-            for row in rows[place + 1 :]:
-                factor = row[place] / pivot[place]
-                for j in range(place, len(row)):
-                    row[j] -= factor * pivot[j]
-        solution = [0.0] * len(rows)
-        for place in range(len(rows) - 1, -1, -1):
-            row = rows[place]
-            known = sum(row[j] * solution[j] for j in range(place + 1, len(rows)))
-            solution[place] = (row[-1] - known) / row[place]
-        return solution
+def _is_least(found: dict[int, float], current: list[float], sums: list[list[float]]) -> bool:
+    """Return whether no price is negative, and the error would not be less with one of the others above 0."""
+    if min(found.values()) < 0:
+        return False
+    for i, line in enumerate(sums[:-1]):
+        if i not in found:
+            explained = sum([line[j] * price for j, price in found.items()])
+            if explained < line[-1] + _PRIOR_STRENGTH * current[i]:
+                return False
+    return True
+
+
+def _solve_for(free: list[int], current: list[float], sums: list[list[float]]) -> dict[int, float]:
+    """Solve the normal equations for some unknowns, the others being 0, by Gauss's elimination.
+
+    The matrix is positive definite thanks to the pull towards the current prices, so no pivoting is needed.
+    """
+    rows: list[list[float]] = []
+    for i in free:
+        row = [sums[i][j] for j in free]
+        row.append(sums[i][-1] + _PRIOR_STRENGTH * current[i])
+        row[len(rows)] += _PRIOR_STRENGTH
+        rows.append(row)
+    for place, pivot in enumerate(rows):
+        for row in rows[place + 1 :]:
+            factor = row[place] / pivot[place]
+            for j in range(place, len(row)):
+                row[j] -= factor * pivot[j]
+    solution = [0.0] * len(rows)
+    for place in range(len(rows) - 1, -1, -1):
+        row = rows[place]
+        known = sum(row[j] * solution[j] for j in range(place + 1, len(rows)))
+        solution[place] = (row[-1] - known) / row[place]
+    return dict(zip(free, solution, strict=True))
 
 
 def _values(prices: Prices) -> tuple[float, ...]:

@@ -18,22 +18,19 @@ round is how often rounds have gone past its place.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
     from seedance.engine.states import Request, Tenant
 
 
-class _Sums(NamedTuple):
-    """What rounds have cost: a token as if its context were as long as rounds have passed, and a token of context."""
+_Sums: TypeAlias = tuple[float, float, float, float]
+"""What rounds have cost: a token as if its context were as long as rounds have passed, and a token of context; in
+seconds, and then in usage.
+"""
 
-    token_s: float
-    context_s: float
-    token_usage: float
-    context_usage: float
-
-
-_NOTHING = _Sums(0.0, 0.0, 0.0, 0.0)
+_NOTHING: Final[_Sums] = (0.0, 0.0, 0.0, 0.0)
 
 Change: TypeAlias = "tuple[Tenant, int, int]"
 """In one round: a tenant, how many more of its requests took a token than it is settled for, and their context."""
@@ -54,7 +51,7 @@ class Decodes:
         self.joined = 0
         self.blocks = 0
         self.crossings = [0] * block_tokens
-        self.mark = _NOTHING
+        self.mark: _Sums = _NOTHING
 
 
 class Decoding:
@@ -74,7 +71,7 @@ class Decoding:
         self._base = 0
         self._crossings = [0] * block_tokens
         self._origin = 0  # contexts are counted from here, which keeps the sums small, and so exact
-        self._sums = _NOTHING
+        self._sums: _Sums = _NOTHING
         self._token_s = self._context_s = 0.0  # of the round that ended last
         self._open: deque[list[Change]] = deque()
 
@@ -85,7 +82,7 @@ class Decoding:
         tenant = request.tenant
         self.settle(tenant)
         request.joined = self.rounds
-        tenant.counted_blocks -= self._blocks(request.computed)
+        tenant.counted_blocks -= -(-request.computed // self.block_tokens)
         self._change(request, 1)
         if tenant.decodes.size == 1:
             self.tenants[tenant] = None
@@ -96,12 +93,13 @@ class Decoding:
         tenant = request.tenant
         self.settle(tenant)
         self._change(request, -1)
-        tokens = self.rounds - request.joined
-        request.computed += tokens
+        rounds = self.rounds
+        tokens = rounds - request.joined
+        request.computed = computed = request.computed + tokens
         request.joined = -1
-        tenant.counted_blocks += self._blocks(request.computed)
+        tenant.counted_blocks += -(-computed // self.block_tokens)
         tenant.counted_tokens += tokens
-        tenant.last_scheduled = self.rounds
+        tenant.last_scheduled = rounds
         if not tenant.decodes.size:
             del self.tenants[tenant]
             self.limited.pop(tenant, None)
@@ -120,9 +118,13 @@ class Decoding:
         """What all who decode have as context."""
         return self._base + self.size * (self.rounds - self._origin)
 
-    def context_of(self, tenant: Tenant) -> int:
-        """Return what a tenant's requests that decode have as context."""
-        return tenant.decodes.base + tenant.decodes.size * (self.rounds - self._origin)
+    def load_of(self, tenants: Iterable[Tenant]) -> tuple[int, int]:
+        """Return how many requests of some tenants decode, and what these have as context."""
+        size = base = 0
+        for tenant in tenants:
+            size += tenant.decodes.size
+            base += tenant.decodes.base
+        return size, base + size * (self.rounds - self._origin)
 
     def tokens_of(self, tenant: Tenant) -> int:
         """Return how many tokens a tenant's requests that decode have taken since they joined."""
@@ -154,12 +156,12 @@ class Decoding:
         token_s += context_s * (self.ended - self._origin)
         self._token_s, self._context_s = token_s, context_s
         self.ended += 1
-        sums = self._sums
-        self._sums = _Sums(
-            sums.token_s + token_s,
-            sums.context_s + context_s,
-            sums.token_usage + token_s * usage_scale,
-            sums.context_usage + context_s * usage_scale,
+        all_token_s, all_context_s, token_usage, context_usage = self._sums
+        self._sums = (
+            all_token_s + token_s,
+            all_context_s + context_s,
+            token_usage + token_s * usage_scale,
+            context_usage + context_s * usage_scale,
         )
         return self._open.popleft()
 
@@ -192,7 +194,7 @@ class Decoding:
             self.settle(tenant)
         passed = self.ended - self._origin
         self._origin = self.ended
-        self._sums = _Sums(0.0, 0.0, 0.0, 0.0)
+        self._sums = _NOTHING
         self._base += self.size * passed
         for tenant in self.tenants:
             tenant.decodes.base += tenant.decodes.size * passed
@@ -202,14 +204,14 @@ class Decoding:
 
     def _change(self, request: Request, count: int) -> None:
         """Count a request that joins (1) or leaves (-1); its `computed` says where it stood in round `joined`."""
-        tenant = request.tenant
+        tenant, joined = request.tenant, request.joined
         decodes = tenant.decodes
-        ahead = request.computed - request.joined
+        ahead = request.computed - joined
         place = -ahead % self.block_tokens
         base = count * (ahead + self._origin)
         decodes.size += count
         decodes.base += base
-        decodes.joined += count * request.joined
+        decodes.joined += count * joined
         decodes.blocks += count * ((ahead + place) // self.block_tokens)
         decodes.crossings[place] += count
         self.size += count
@@ -218,6 +220,3 @@ class Decoding:
         if self._open:
             for number, changes in enumerate(self._open, self.ended - self._origin):
                 changes.append((tenant, -count, -base - count * number))
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_tokens)

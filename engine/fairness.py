@@ -45,6 +45,7 @@ class VirtualCounters(Generic[T]):
         self._settle = settle
         self.waiting: dict[T, None] = {}
         self._last: T | None = None
+        self._lowest: T | None = None
 
     def enter(self, tenant: T) -> None:
         """Let a tenant wait, lifted; nothing happens when it does already."""
@@ -57,7 +58,8 @@ class VirtualCounters(Generic[T]):
             if self._last is not None:
                 self._settle(self._last)
                 floor_s = self._last.virtual_s
-        tenant.virtual_s = max(tenant.virtual_s, floor_s - tenant.claim_s)
+        floor_s -= tenant.claim_s
+        tenant.virtual_s = max(tenant.virtual_s, floor_s)
         self.waiting[tenant] = None
 
     def leave(self, tenant: T, *, is_held: bool = False) -> None:
@@ -70,12 +72,21 @@ class VirtualCounters(Generic[T]):
             tenant.claim_s = 0.0 if floor_s is None else max(0.0, floor_s - tenant.virtual_s)
 
     def _floor_s(self) -> float | None:
-        floor_s = math.inf
+        """Return the smallest counter of those who wait; one that is not settled can only grow."""
+        if not self.waiting:
+            return None
+        lowest = self._lowest  # of the last time: so there are few who seem lower, and have to be settled
+        if lowest is None or lowest not in self.waiting:
+            lowest = next(iter(self.waiting))
+        self._settle(lowest)
+        floor_s = lowest.virtual_s
         for tenant in self.waiting:
             if tenant.virtual_s < floor_s:
                 self._settle(tenant)
-                floor_s = min(floor_s, tenant.virtual_s)
-        return floor_s if self.waiting else None
+                if tenant.virtual_s < floor_s:
+                    lowest, floor_s = tenant, tenant.virtual_s
+        self._lowest = lowest
+        return floor_s
 
 
 class Usage:
@@ -91,8 +102,9 @@ class Usage:
 
         Instead of fading what all tenants have, what is charged later weighs more.
         """
-        self._scale = math.exp(min((now_s - self._epoch_s) / self._window_s, 600.0))
-        return self._scale
+        windows = (now_s - self._epoch_s) / self._window_s
+        self._scale = scale = math.exp(windows if windows < 600 else 600)
+        return scale
 
     @property
     def is_due(self) -> bool:

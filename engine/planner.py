@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Final, TypeAlias
 
 from seedance.engine.admission import AdmissionWindow
 from seedance.engine.cost import CostModel, StepLoad
@@ -32,6 +32,8 @@ from seedance.engine.roster import Roster
 from seedance.engine.scheduling import PolicySettings
 from seedance.engine.states import Key, Request, Tenant
 
+# Who is not light for so much more usage is not until that is reached: not all are looked at in every step.
+_LOOK_AHEAD: Final = 1.05
 _Turn: TypeAlias = tuple[float, int, Tenant]
 
 
@@ -58,16 +60,20 @@ class Planner:
         reserved = settings.reserved_slots
         self._reserved_slots = settings.slots // 32 if reserved is None else reserved
         self._read_s = -math.inf
+        self._perhaps_light: list[Tenant] = []
+        # For which usages that holds, and for which tenants at work of which weight together.
+        self._looked_at: tuple[float, float, int, float] = (0.0, 0.0, 0, 0.0)
 
     def plan(self, now_s: float, kv_free_blocks: int, slots_free: int, *, is_shared: bool) -> Plan:
         """Plan a step: `is_shared` says that more than one tenant is there, or was until lately."""
         roster = self._roster
         reading = {request.tenant: None for request in roster.prefilling.values() if not request.is_left_out}
-        waiting = {tenant: None for tenant in roster.counters.waiting if tenant.slots_free > 0}
-        if not reading and not waiting:
+        is_open = bool(roster.counters.waiting) and self.opens_s(now_s, is_reading=bool(reading)) <= now_s
+        if not reading and not roster.pressing and not (is_open and (slots_free > 0 or roster.idle)):
             return Plan()
         is_impatient = now_s - self._read_s > self._settings.patience_s
-        plan = _Round(self, reading, waiting, now_s, kv_free_blocks, slots_free, is_shared, is_impatient).run()
+        take = self._window.most() if is_open else -1
+        plan = _Round(self, reading, take, now_s, kv_free_blocks, slots_free, is_shared, is_impatient).run()
         if plan.prefill:
             self._read_s = now_s
         return plan
@@ -78,6 +84,26 @@ class Planner:
         waiting, decoders = roster.admissible, len(roster.decoders)
         mixed_s = self._cost.prices.mixed_s
         return self._window.opens_s(waiting, decoders, mixed_s, is_reading=is_reading, now_s=now_s)
+
+    def light(self) -> set[Tenant]:
+        """Return the light tenants; who is not by what is settled, is not at all."""
+        roster = self._roster
+        usage = self._usage.usage(self._settings.light_fraction)
+        least, most, changes, weight = self._looked_at
+        if not least <= usage < most or changes != roster.active_changes or weight != roster.active_weight:
+            most = usage * _LOOK_AHEAD
+            self._looked_at = usage, most, roster.active_changes, roster.active_weight
+            most /= max(roster.active_weight, 1e-9)
+            self._perhaps_light = [tenant for tenant in roster.active if tenant.usage < most * tenant.weight]
+        usage /= max(roster.active_weight, 1e-9)
+        settle = roster.decoding.settle
+        light = set()
+        for tenant in self._perhaps_light:
+            if tenant.usage < usage * tenant.weight:
+                settle(tenant)
+                if tenant.usage < usage * tenant.weight:
+                    light.add(tenant)
+        return light
 
     def urgent_s(self, prompt_tokens: int, deadline_s: float) -> float:
         """Return when a request becomes urgent for its deadline: two steps and twice its reading before that."""
@@ -93,7 +119,7 @@ class _Round:
         self,
         planner: Planner,
         reading: dict[Tenant, None],
-        waiting: dict[Tenant, None],
+        take: int,
         now_s: float,
         kv_free_blocks: int,
         slots_free: int,
@@ -105,7 +131,8 @@ class _Round:
         self._roster = planner._roster
         self._cost = planner._cost
         self._reading = reading
-        self._waiting = waiting
+        self._waiting = planner._roster.counters.waiting
+        self._take = take
         self._now_s = now_s
         self._slots = slots_free
         self._kv_free_blocks = kv_free_blocks
@@ -114,33 +141,21 @@ class _Round:
         self._is_impatient = is_impatient
         self._plan = Plan()
         roster = self._roster
-        self._load, self._light_load = StepLoad(), StepLoad()
-        self._budget = self._settings.step_tokens - len(roster.decoders)
-        self._light_usage = planner._usage.usage(self._settings.light_fraction) / max(roster.active_weight, 1e-9)
-        self._light = self._light_of(reading | waiting)
+        decoding = roster.decoding
+        self._budget = self._settings.step_tokens - decoding.size
+        self._light = planner.light()
+        self._load = StepLoad(decoding.size, 0, decoding.size, decoding.context_tokens)
+        self._light_load = StepLoad()
         self._wide_s = math.inf
-        self._take = -1
         self._blocks = -1
         self._paced: dict[Tenant, int] = {}
         self._readers: dict[Tenant, Iterator[Request]] = {}
 
-    def _find_loads(self) -> None:
-        """Sum up what all who decode, and the light ones among them, put into the step."""
-        decoding = self._roster.decoding
-        self._load = StepLoad(decoding.size, 0, decoding.size, decoding.context_tokens)
-        if self._is_shared:
-            self._light |= self._light_of(decoding.tenants)
-            size = sum(tenant.decodes.size for tenant in self._light)
-            self._light_load = StepLoad(size, 0, size, sum(map(decoding.context_of, self._light)))
-            self._wide_s = max(self._settings.step_target_s, 2 * self._cost.predict_s(self._load))
-
-    def _light_of(self, tenants: Iterable[Tenant]) -> set[Tenant]:
-        """Return the light ones of some tenants; who is not by what is settled, is not at all."""
-        usage = self._light_usage
-        perhaps = [tenant for tenant in tenants if tenant.usage < usage * tenant.weight]
-        for tenant in perhaps:
-            tenant.settle()
-        return {tenant for tenant in perhaps if tenant.usage < usage * tenant.weight}
+    def _share_step(self) -> None:
+        """Bound the step, as more than one tenant is there: by what all, and what the light ones, decode in it."""
+        size, context_tokens = self._roster.decoding.load_of(self._light)
+        self._light_load = StepLoad(size, 0, size, context_tokens)
+        self._wide_s = max(self._settings.step_target_s, 2 * self._cost.predict_s(self._load))
 
     def run(self) -> Plan:
         is_reading = bool(self._reading)
@@ -148,14 +163,15 @@ class _Round:
         if not turns:
             return self._plan
         heapq.heapify(turns)
-        if self._planner.opens_s(self._now_s, is_reading=is_reading) <= self._now_s:
-            self._take = self._planner._window.most()
-        self._find_loads()
+        if self._is_shared:
+            self._share_step()
         # Nobody gets a slot but those that are free, and nobody goes on reading.
         has_slots_only = not is_reading and not self._roster.idle and not self._roster.pressing
+        settle, prefill_s = self._roster.decoding.settle, self._cost.prices.prefill_s
         while turns and self._budget > 0:
-            turn_s, row, tenant = _first(turns)
-            request = self._reader(tenant) or self._newcomer(tenant)
+            turn_s, row, tenant = _first(turns, settle)
+            request = self._reader(tenant) if tenant.prefilling else None
+            request = request or self._newcomer(tenant)
             if request is None:
                 continue
             tokens = self._chunk(tenant, request)
@@ -173,8 +189,7 @@ class _Round:
                 heapq.heapify(turns)
             if tenant.pace is not None and self._is_spent(tenant, tokens):
                 continue
-            charge_s = self._cost.prices.prefill_s * tokens
-            heapq.heappush(turns, (turn_s + charge_s * tenant.inverse_weight, row, tenant))
+            heapq.heappush(turns, (turn_s + prefill_s * tokens * tenant.inverse_weight, row, tenant))
         return self._plan
 
     def _is_spent(self, tenant: Tenant, tokens: int) -> bool:
@@ -186,15 +201,17 @@ class _Round:
     def _candidates(self) -> dict[Tenant, None]:
         """Return the tenants of which a request might get a slot."""
         waiting = self._waiting
+        candidates: list[Tenant] = []
         if self._slots > self._kept or (
             self._slots <= 0 and self._roster.idle and victim_for_admission(self._roster, self._now_s)
         ):
-            return waiting
-        light = []
-        if self._slots > 0:
-            light = [tenant for tenant in self._light if tenant in waiting]
-        pressing = [tenant for tenant in waiting if self._has_priority(tenant)] if self._roster.pressing else []
-        return dict.fromkeys(light + pressing)
+            candidates += waiting
+        else:
+            if self._slots > 0:
+                candidates += [tenant for tenant in self._light if tenant in waiting]
+            if self._roster.pressing:
+                candidates += [tenant for tenant in waiting if self._has_priority(tenant)]
+        return {t: None for t in candidates if t.slots is None or t.slots > len(t.running)}
 
     def _has_priority(self, tenant: Tenant) -> bool:
         head = tenant.queue.head(self._now_s)
@@ -208,20 +225,20 @@ class _Round:
             advance_s += head.advance_s
             if head.priority > 0:
                 advance_s += self._settings.urgent_advance_s
-            elif head.is_near(self._now_s):
+            elif head.urgent_s <= self._now_s:
                 advance_s += self._settings.deadline_advance_s
         return tenant.virtual_s - advance_s * tenant.inverse_weight
 
     def _reader(self, tenant: Tenant) -> Request | None:
         """Return the tenant's next request of which a part has been read before."""
-        if not tenant.prefilling or tenant.is_held:
+        if tenant.is_held:
             return None
         if tenant not in self._readers:
             self._readers[tenant] = iter([r for r in tenant.prefilling.values() if not r.is_left_out])
         return next((r for r in self._readers[tenant] if r not in self._plan.preempt), None)
 
     def _newcomer(self, tenant: Tenant) -> Request | None:
-        if tenant not in self._waiting or self._has_all_slots(tenant):
+        if tenant not in self._waiting or (tenant.slots is not None and self._has_all_slots(tenant)):
             return None
         request = tenant.queue.head(self._now_s)
         if request is None or request.priority > 0:
@@ -232,26 +249,23 @@ class _Round:
 
     def _has_all_slots(self, tenant: Tenant) -> bool:
         """Return whether a tenant has as many slots as it may."""
-        if tenant.slots is None:
-            return False
         return sum(other.tenant is tenant for other in self._plan.admit) >= tenant.slots_free
 
     def _chunk(self, tenant: Tenant, request: Request) -> int:
         """Return how many tokens of a request this step reads; 0 for none."""
-        unread = request.unread
+        tokens = request.unread
         limit_s = self._wide_s
-        is_urgent = request.priority > 0
-        may_insist = is_urgent or not self._plan.prefill
-        if self._light_load.requests and not is_urgent and tenant not in self._light:
-            limit_s = min(limit_s, self._settings.protected_slowdown * self._cost.predict_s(self._light_load))
-            may_insist &= self._is_impatient
-        least = min(unread, self._settings.min_chunk_tokens)
         if limit_s < math.inf:
+            is_urgent = request.priority > 0
+            may_insist = is_urgent or not self._plan.prefill
+            if self._light_load.requests and not is_urgent and tenant not in self._light:
+                limit_s = min(limit_s, self._settings.protected_slowdown * self._cost.predict_s(self._light_load))
+                may_insist &= self._is_impatient
             fits = self._cost.prefill_tokens_within(self._load, limit_s, request.computed)
-            if fits < least:
-                return min(least, self._budget) if may_insist else 0
-            unread = min(unread, fits)
-        return min(unread, self._budget)
+            if fits < tokens:
+                least = min(tokens, self._settings.min_chunk_tokens)
+                tokens = fits if fits >= least else least if may_insist else 0
+        return tokens if tokens < self._budget else self._budget
 
     def _is_full(self) -> bool:
         least = self._settings.min_chunk_tokens
@@ -324,11 +338,11 @@ class _Round:
         return True
 
 
-def _first(turns: list[_Turn]) -> _Turn:
+def _first(turns: list[_Turn], settle: Callable[[Tenant], float]) -> _Turn:
     """Take out the first turn: where its tenant owes something, the turn is later than it seemed."""
     while True:
         turn_s, row, tenant = turns[0]
-        owed_s = tenant.settle()
+        owed_s = settle(tenant)
         if not owed_s:
             return heapq.heappop(turns)
         heapq.heapreplace(turns, (turn_s + owed_s * tenant.inverse_weight, row, tenant))

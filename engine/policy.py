@@ -41,7 +41,7 @@ from seedance.engine.planner import Planner
 from seedance.engine.preemption import keep_kv_limits, make_room, preempt
 from seedance.engine.roster import Roster
 from seedance.engine.scheduling import PolicySettings, Step, TenantLimits, TenantStatistics
-from seedance.engine.states import Key, Phase, Request, Tenant
+from seedance.engine.states import WAITING, Key, Request, Tenant
 from seedance.errors import EngineError
 
 _IDLE_WAKE_S: Final = 0.1
@@ -78,6 +78,7 @@ class Policy:
         tenant.settle()
         if tenant.has_work:
             self._roster.active_weight += limits.weight - tenant.weight
+            self._roster.active_changes += 1
         tenant.weight = limits.weight
         tenant.inverse_weight = 1 / limits.weight
         tenant.priority = limits.priority  # of its requests from now on
@@ -164,7 +165,8 @@ class Policy:
         request = self._roster.finish(key)
         if request is not None:
             self._is_stuck = False
-            self._rest(request.tenant, now_s)
+            if request.tenant not in self._roster.active:
+                self._rest(request.tenant, now_s)
 
     def paused(self, key: Key, now_s: float) -> None:
         """Leave a request out until it is resumed; an unknown or paused one is ignored."""
@@ -182,7 +184,7 @@ class Policy:
     def preempted(self, key: Key) -> None:
         """Note that the engine, of its own accord, took a request's slot and KV blocks."""
         request = self._roster.requests.get(key)
-        if request is not None and request.phase is not Phase.WAITING:
+        if request is not None and request.phase is not WAITING:
             self._roster.preempt(request)
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -211,8 +213,8 @@ class Policy:
             for key, is_left_out in roster.hold.items():
                 (step.hold if is_left_out else step.release).append(key)
             roster.hold.clear()
-        step.admit.extend(self._newcomers)
-        step.prefill.update(plan.prefill)
+        step.admit = list(self._newcomers)
+        step.prefill = plan.prefill
         return step
 
     def step_scheduled(self, scheduled: Mapping[Key, int], now_s: float, cached: Mapping[Key, int] = _NONE) -> None:
@@ -312,9 +314,7 @@ class Policy:
         self._is_stuck = False
 
     def _rest(self, tenant: Tenant, now_s: float) -> None:
-        """Note that a tenant may have no work any more."""
-        if tenant.has_work:
-            return
+        """Note that a tenant has no work any more."""
         self._recent.pop(tenant, None)
         self._recent[tenant] = now_s
         if tenant.is_held:
@@ -385,7 +385,7 @@ class Policy:
         recent = self._recent
         while recent and next(iter(recent.values())) < now_s - self._settings.shared_for_s:
             del recent[next(iter(recent))]
-        return len(recent) + self._roster.active > 1
+        return len(recent) + len(self._roster.active) > 1
 
     def _count_start(self, tenant: Tenant, now_s: float) -> None:
         fade = math.exp((tenant.started_at_s - now_s) / _START_WINDOW_S)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 
 from seedance.engine.decoding import Decoding
 from seedance.engine.fairness import VirtualCounters
-from seedance.engine.states import Key, Phase, Request, Tenant
+from seedance.engine.states import DECODE, PREFILL, WAITING, Key, Request, Tenant
 
 
 class Roster:
@@ -28,8 +28,8 @@ class Roster:
     requests that must not be preempted, `idle` those that are paused, longest first. `counters.waiting` has the
     tenants of which a request may be admitted: not held, and somebody waits. `hold` collects, until it is emptied,
     which running requests are to be left out of the steps (True) or taken in again (False). `active` tenants have work,
-    of `active_weight` together; `pressing` waiting requests have a priority. `admissible` requests wait, of tenants in
-    `counters.waiting`.
+    of `active_weight` together; `active_changes` counts how often that became otherwise. `pressing` waiting requests
+    have a priority. `admissible` requests wait, of tenants in `counters.waiting`.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -42,7 +42,8 @@ class Roster:
         self.protected: dict[Key, Request] = {}
         self.idle: dict[Key, Request] = {}
         self.counters: VirtualCounters[Tenant] = VirtualCounters(self.decoding.settle)
-        self.active = 0
+        self.active: dict[Tenant, None] = {}
+        self.active_changes = 0
         self.active_weight = 0.0
         self.pressing = 0
         self.admissible = 0
@@ -56,9 +57,11 @@ class Roster:
     def submit(self, request: Request) -> None:
         """Take in a new request, as waiting."""
         assert request.key not in self.requests, "a request with this key is there already"
-        if not request.tenant.has_work:
-            self.active += 1
-            self.active_weight += request.tenant.weight
+        tenant = request.tenant
+        if tenant not in self.active:
+            self.active[tenant] = None
+            self.active_changes += 1
+            self.active_weight += tenant.weight
         self.requests[request.key] = request
         self.enqueue(request)
 
@@ -80,18 +83,19 @@ class Roster:
 
     def admit(self, request: Request, cached_tokens: int, now_s: float) -> None:
         """Give a waiting request a slot; `cached_tokens` of it are in the prefix cache."""
-        tenant = request.tenant
+        tenant, key = request.tenant, request.key
         self._dequeue(request)
-        request.phase = Phase.PREFILL
+        request.phase = PREFILL
         request.computed = cached_tokens
         request.is_left_out = False
-        tenant.counted_blocks += self.blocks(cached_tokens)
-        tenant.running[request.key] = request
-        tenant.prefilling[request.key] = self.prefilling[request.key] = request
+        tenant.running[key] = request
+        tenant.prefilling[key] = self.prefilling[key] = request
         if request.is_paused:
-            self.idle[request.key] = request
-        if request.is_protected:
-            tenant.protected[request.key] = self.protected[request.key] = request
+            self.idle[key] = request
+        if cached_tokens:
+            tenant.counted_blocks += self.blocks(cached_tokens)
+        if request.preemptions and request.is_protected:
+            tenant.protected[key] = self.protected[key] = request
         if not request.preemptions:
             tenant.cached_tokens += cached_tokens
             tenant.queue_s += now_s - request.queued_s
@@ -100,13 +104,14 @@ class Roster:
     def prompt_read(self, request: Request, tokens: int) -> bool:
         """Count prompt tokens that a step has read; returns whether the request's next token has come out of it."""
         tenant = request.tenant
-        tenant.counted_blocks += self.blocks(request.computed + tokens) - self.blocks(request.computed)
-        request.computed += tokens
-        if request.computed < request.target:
+        computed = request.computed + tokens
+        tenant.counted_blocks += self.blocks(computed) - self.blocks(request.computed)
+        request.computed = computed
+        if computed < request.target:
             return False
         del tenant.prefilling[request.key]
         del self.prefilling[request.key]
-        request.phase = Phase.DECODE
+        request.phase = DECODE
         self._join(request)
         return True
 
@@ -118,14 +123,14 @@ class Roster:
         tenant = request.tenant
         computed = request.position
         billed = computed
-        if request.phase is Phase.DECODE:
+        if request.phase is DECODE:
             # The last token came out, and was not yet read.
             billed = request.target = computed + 1
             request.urgent_s = math.inf
         request.billed_tokens = max(request.billed_tokens, billed)
         request.payer = payer
         self._leave(request)
-        request.phase = Phase.WAITING
+        request.phase = WAITING
         request.computed = 0
         request.preemptions += 1
         # The last token comes out, and is not read.
@@ -144,15 +149,15 @@ class Roster:
         if request is None:
             return None
         tenant = request.tenant
-        if request.phase is not Phase.WAITING:
+        if request.phase is not WAITING:
             self._leave(request)
         elif request.is_paused:
             tenant.paused_waiting -= 1
         else:
             self._dequeue(request)
-        self.hold.pop(key, None)
-        if not tenant.has_work:
-            self.active -= 1
+        if not (tenant.queued or tenant.running or tenant.paused_waiting):
+            del self.active[tenant]
+            self.active_changes += 1
             self.active_weight -= tenant.weight
             tenant.queue.clear()
         return request
@@ -160,14 +165,14 @@ class Roster:
     def pause(self, request: Request, now_s: float) -> None:
         """Leave a request out until it is resumed."""
         tenant = request.tenant
-        if request.phase is Phase.WAITING:
+        if request.phase is WAITING:
             self._dequeue(request)
             tenant.paused_waiting += 1
         else:
             self._part(request)
         request.is_paused = True
         request.paused_s = now_s
-        if request.phase is not Phase.WAITING:
+        if request.phase is not WAITING:
             self.idle[request.key] = request
         self._tell(request)
 
@@ -176,10 +181,10 @@ class Roster:
         tenant = request.tenant
         request.is_paused = False
         self.idle.pop(request.key, None)
-        if request.phase is Phase.WAITING:
+        if request.phase is WAITING:
             tenant.paused_waiting -= 1
             self.enqueue(request)
-        elif request.phase is Phase.DECODE:
+        elif request.phase is DECODE:
             self._join(request)
         self._tell(request)
 
@@ -199,7 +204,7 @@ class Roster:
         if tenant.queued:
             self.counters.enter(tenant)
         for request in tenant.running.values():
-            if request.phase is Phase.DECODE:
+            if request.phase is DECODE:
                 self._join(request)
             self._tell(request)
 
@@ -222,7 +227,7 @@ class Roster:
 
     def _tell(self, request: Request) -> None:
         is_left_out = request.is_paused or request.tenant.is_held
-        if request.phase is not Phase.WAITING and is_left_out != request.is_left_out:
+        if request.phase is not WAITING and is_left_out != request.is_left_out:
             request.is_left_out = is_left_out
             self.hold[request.key] = is_left_out
 
@@ -245,15 +250,17 @@ class Roster:
             self.decoding.leave(request)
 
     def _leave(self, request: Request) -> None:
-        tenant = request.tenant
-        if request.phase is Phase.PREFILL:
-            del tenant.prefilling[request.key]
-            del self.prefilling[request.key]
-        else:
-            self._part(request)
+        tenant, key = request.tenant, request.key
+        if request.phase is PREFILL:
+            del tenant.prefilling[key]
+            del self.prefilling[key]
+        elif self.decoders.pop(key, None) is not None:
+            self.decoding.leave(request)
         tenant.counted_blocks -= self.blocks(request.computed)
-        del tenant.running[request.key]
-        self.protected.pop(request.key, None)
-        tenant.protected.pop(request.key, None)
-        self.idle.pop(request.key, None)
-        self.hold.pop(request.key, None)
+        del tenant.running[key]
+        if request.preemptions and request.is_protected:
+            del tenant.protected[key]
+            del self.protected[key]
+        if request.is_paused:
+            del self.idle[key]
+        self.hold.pop(key, None)

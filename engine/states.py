@@ -24,6 +24,12 @@ class Phase(enum.Enum):
     DECODE = "decode"
 
 
+# To look one up in its class takes as long as a call (Python 3.11).
+WAITING: Final = Phase.WAITING
+PREFILL: Final = Phase.PREFILL
+DECODE: Final = Phase.DECODE
+
+
 class Request:
     """One request; `order_s` is when it was submitted less what its urgency is worth.
 
@@ -69,7 +75,7 @@ class Request:
         self.advance_s = 0.0
         self.order_s = now_s
         self.queued_s = now_s
-        self.phase = Phase.WAITING
+        self.phase: Phase = WAITING
         self.ticket = 0
         self.computed = 0
         self.joined = -1
@@ -98,10 +104,6 @@ class Request:
     def has_deadline(self) -> bool:
         """Whether its first token is wanted by some time, and is not out yet."""
         return self.urgent_s < math.inf
-
-    def is_near(self, now_s: float) -> bool:
-        """Return whether its deadline is near, or has passed."""
-        return self.urgent_s <= now_s
 
     @property
     def unread(self) -> int:

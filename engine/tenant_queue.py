@@ -39,11 +39,12 @@ class TenantQueue:
 
     def head(self, now_s: float) -> Request | None:
         """Return the request whose turn is first; None when nobody waits."""
-        first = self._by_order.first()
+        entries = self._by_order.entries
+        first = entries[0][2] if entries and entries[0][1] == entries[0][2].ticket else self._by_order.first()
         if first is None or not self._by_urgency.entries:
             return first
         soon = self._by_urgency.first()
-        if soon is None or not soon.is_near(now_s) or soon.priority < first.priority:
+        if soon is None or soon.urgent_s > now_s or soon.priority < first.priority:
             return first
         return first if self._has_passed and first.queued_s < now_s - PATIENCE_S else soon
 

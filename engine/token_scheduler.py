@@ -153,7 +153,7 @@ class TokenScheduler:
     # -- the ledger ---------------------------------------------------------------------------------------------------
 
     def _take_news(self, now_s: float) -> None:
-        for row, limits in self._limits.news():
+        for row, limits in self._limits.news() if self._limits.has_news else ():
             if limits is None:
                 self._leaving.add(row)
             else:

@@ -107,16 +107,6 @@ _REQUEST_FIELDS: Final = (
 _REQUEST_MEMBERS: Final = ("append_output_token_ids", "num_output_tokens", "num_tokens")
 
 
-def _is_single(output: Any) -> bool:
-    """Return whether of what the host reads of an output there is nothing but one token."""
-    return (
-        output.finish_reason is None
-        and output.prefill_stats is None
-        and output.new_logprobs is None
-        and len(output.new_token_ids) == 1
-    )
-
-
 def check_scheduler(base: type, request: type, version: str) -> None:
     """Raise EngineDead when vLLM's scheduler, or its request, is not the one that this module was written for."""
     stored = set(inspect.getattr_static(base, "__init__").__code__.co_names)
@@ -312,10 +302,10 @@ class TokenSteps(_Scheduler):
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Let a prompt be read as far as the policy wants it in this step."""
         most = self._reading.get(request.request_id)
-        if most is not None:
-            num_new_tokens = min(num_new_tokens, most)
-        elif request.is_prefill_chunk:
-            return 0
+        if most is None:
+            # vLLM asks for all who decode in every step, and for them has nothing to keep back.
+            return 0 if request.is_prefill_chunk or num_new_tokens < 0 else num_new_tokens
+        num_new_tokens = min(num_new_tokens, most)
         return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
@@ -338,14 +328,24 @@ class TokenSteps(_Scheduler):
 
     def _pack(self, outputs: list[Any]) -> None:
         """Put one output in the place of all that are one token and nothing else, where there are many."""
-        singles: list[Any] = []
+        names = self._names
+        singles: list[tuple[tuple[int, int], int]] = []
         others: list[Any] = []
         for output in outputs:
-            (singles if _is_single(output) else others).append(output)
+            token_ids = output.new_token_ids
+            # Of what the host reads of an output there is nothing but one token.
+            if (
+                len(token_ids) == 1
+                and output.finish_reason is None
+                and output.prefill_stats is None
+                and output.new_logprobs is None
+            ):
+                singles.append((names[output.request_id], token_ids[0]))
+            else:
+                others.append(output)
         if len(singles) < self.fewest_packed:
             return
-        names = self._names
-        packed = pack_singles((names[output.request_id], output.new_token_ids[0]) for output in singles)
+        packed = pack_singles(singles)
         others.append(self.known.output(request_id="", new_token_ids=[], kv_transfer_params=packed))
         outputs[:] = others
 

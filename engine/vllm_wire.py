@@ -8,7 +8,7 @@ The layout is vLLM's own affair: ours is that of vLLM 0.32, `vllm_zygote` compar
 from __future__ import annotations
 
 import array
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -107,13 +107,10 @@ class Singles(NamedTuple):
     serials: bytes
 
 
-def pack_singles(singles: Iterable[tuple[tuple[int, int], int]]) -> Singles:
+def pack_singles(singles: Collection[tuple[tuple[int, int], int]]) -> Singles:
     """Pack key and serial number, and token id, of generations."""
-    pairs, serials = array.array("I"), array.array("Q")
-    for (key, serial), token_id in singles:
-        pairs.append(key)
-        pairs.append(token_id)
-        serials.append(serial)
+    pairs = array.array("I", [number for (key, _), token_id in singles for number in (key, token_id)])
+    serials = array.array("Q", [serial for (_, serial), _ in singles])
     return Singles(pairs.tobytes(), serials.tobytes())
 
 

@@ -375,7 +375,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not roster.decoders
         assert not roster.prefilling
         assert not roster.counters.waiting
-        assert (roster.active, roster.active_weight) == (0, 0.0)
+        assert (roster.active, roster.active_weight) == ({}, 0.0)
         assert all(tenant.blocks == tenant.decodes.size == tenant.queued == 0 for tenant in roster.tenants.values())
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support.workloads import PRICES
 
-from seedance.engine.cost import UNMEASURED, WARM_UP_STEPS, CostModel, Prices, StepLoad, attention
+from seedance.engine.cost import UNMEASURED, WARM_UP_STEPS, CostModel, Prices, StepLoad
 
 pytestmark = pytest.mark.unit
 
@@ -139,8 +139,7 @@ def test_a_chunk_fills_a_step_and_no_more(limit_s: float, context_tokens: int) -
     if tokens:
         step.add_prefill(tokens, context_tokens)
         assert model.predict_s(step) <= limit_s + 1e-9
-        step.prefill_tokens += 1
-        step.attention += attention(1, context_tokens + tokens)
+        step.add_prefill(1, context_tokens + tokens)
         assert model.predict_s(step) > limit_s
     else:
         step.add_prefill(1, context_tokens)

@@ -97,7 +97,7 @@ class Book:
         assert set(decoding.tenants) == {request.tenant for request in self.positions}
         for tenant, counted in zip(self.tenants, self.counted, strict=True):
             own = [position for request, position in self.positions.items() if request.tenant is tenant]
-            assert self.decoding.context_of(tenant) == sum(own)
+            assert self.decoding.load_of([tenant]) == (len(own), sum(own))
             assert (tenant.output_tokens, tenant.blocks) == (counted.tokens, counted.blocks)
             assert self.decoding.blocks_of(tenant) == sum(-(-position // BLOCK_TOKENS) for position in own)
 

@@ -258,7 +258,7 @@ def test_the_next_host_goes_on_with_what_a_core_tells_it_to_run() -> None:
 
 def packed(*singles: tuple[str, int]) -> list[Any]:
     """Return the output that stands for all who got one token and nothing else."""
-    return [*output("", [])[:8], wire.pack_singles((wire.parse_name(name), token_id) for name, token_id in singles)]
+    return [*output("", [])[:8], wire.pack_singles([(wire.parse_name(name), token_id) for name, token_id in singles])]
 
 
 def test_what_is_packed_comes_as_singles_but_for_who_was_aborted_meanwhile() -> None:
