@@ -1,9 +1,10 @@
 """Fan-out of token messages to many WebSocket connections: our worker beside a C bound and Python servers.
 
-    python -m bench.fanout [--connections 64,1000,10000] [--rounds 7] [--seconds 1]
+    python -m bench.fanout [--connections 64,1000,10000] [--rounds 25] [--seconds 0.25]
 
 For each number of connections all contenders are up at once and take turns, in another order each round; a ratio is
-formed from two runs of one round, and its median over the rounds is the result. Progress goes to standard error, raw
+formed from two runs of one round, and its median over the rounds is the result. Turns are short: the speed of a machine
+that others use as well changes within seconds, and two runs of a round should meet the same. Progress goes to standard error, raw
 samples and a picture into the build folder, and the last line of standard output is one JSON object; `README.md` in
 this folder explains its keys.
 """
@@ -55,6 +56,7 @@ MOST_CLIENT_BUSY: Final = 0.95
 MOST_MESSAGES_PER_SEGMENT: Final = 1.05
 PACE_SECONDS: Final = 3.0
 PILOT_STEPS: Final = 10
+FEWEST_STEPS: Final = 10
 DISTRIBUTIONS: Final = (
     "liburing",
     "msgspec",
@@ -109,7 +111,7 @@ def measure(connections: int, names: Sequence[str], arguments: argparse.Namespac
         steps = {}
         for name, one in contenders.items():
             pilot = one.run(PILOT_STEPS)
-            steps[name] = max(2, round(pilot.messages_per_s * arguments.seconds / connections))
+            steps[name] = max(FEWEST_STEPS, round(pilot.messages_per_s * arguments.seconds / connections))
         for number in range(arguments.rounds):
             for name in turn(names, number):
                 run = contenders[name].run(steps[name])
@@ -238,8 +240,8 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = command_line("Compare fan-out rates")
     parser.add_argument("--connections", default="64,1000,10000")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=1.0, help="length of one run")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--seconds", type=float, default=0.25, help="length of one run, of ten steps at least")
     parser.add_argument("--contenders", default=",".join((OURS, BOUND, *PYTHON)))
     parser.add_argument("--server-core", type=int, default=0)
     parser.add_argument("--client-core", type=int, default=1)
