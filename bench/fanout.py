@@ -4,9 +4,9 @@
 
 For each number of connections all contenders are up at once and take turns, in another order each round; a ratio is
 formed from two runs of one round, and its median over the rounds is the result. Turns are short: the speed of a machine
-that others use as well changes within seconds, and two runs of a round should meet the same. Progress goes to standard error, raw
-samples and a picture into the build folder, and the last line of standard output is one JSON object; `README.md` in
-this folder explains its keys.
+that others use as well changes within seconds, and two runs of a round should meet the same. Progress goes to standard
+error, raw samples and a picture into the build folder, and the last line of standard output is one JSON object;
+`README.md` in this folder explains its keys.
 """
 
 from __future__ import annotations
