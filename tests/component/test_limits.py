@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -73,6 +77,17 @@ def over(response: Response, code: str, limit: str) -> int:
     assert (response.status, response.error["code"]) == (429, code)
     assert limit in response.error["message"]
     return int(response.fields["retry-after"])
+
+
+@contextlib.contextmanager
+def standing_still(daemon: Daemon) -> Iterator[None]:
+    """Have the engine make no step meanwhile."""
+    pid = daemon.child("engine host").pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
@@ -214,13 +229,17 @@ def test_twenty_parallel_streams_overdraw_by_one_step_at_most(fast: Daemon) -> N
 def test_twenty_parallel_requests_overdraw_by_one_step_at_most(fast: Daemon) -> None:
     limit(fast, "requests", "[tokens]\nper_minute = 1000\n")
 
-    def sse(_: int) -> tuple[str, int]:
+    def sse() -> tuple[str, int]:
         response = complete(fast, "requests", stream=True, max_tokens=1000)
         assert response.status == 200
         last = events(response.body)[-1]
         return last["choices"][0]["finish_reason"], last["usage"]["total_tokens"]
 
-    answers = at_once(20, sse)
+    with ThreadPoolExecutor(20) as pool:
+        with standing_still(fast):  # or the first ones have used it up before the last ones ask
+            asked = [pool.submit(sse) for _ in range(20)]
+            wait_until(lambda: fast.tenant("requests").used.streams == 20)
+        answers = [answer.result(60) for answer in asked]
     used = fast.tenant("requests").used
     assert [reason for reason, _ in answers] == ["quota_exceeded"] * 20
     total = used.prompt_tokens + used.output_tokens
