@@ -112,7 +112,7 @@ def convert(source: Source, models_dir: Path, report: Report) -> Path:
         return target
     try:
         models_dir.mkdir(parents=True, exist_ok=True)
-        with _alone_in(models_dir), tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=models_dir) as scratch:
+        with _alone_in(models_dir, report), tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=models_dir) as scratch:
             if target.is_dir():
                 return target
             result = Path(scratch, "model")
@@ -128,11 +128,15 @@ def convert(source: Source, models_dir: Path, report: Report) -> Path:
 
 
 @contextlib.contextmanager
-def _alone_in(models_dir: Path) -> Iterator[None]:
+def _alone_in(models_dir: Path, report: Report) -> Iterator[None]:
     """Wait until no other process converts into this directory, and remove what one that was killed has left."""
     fd = os.open(models_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("waiting for another conversion")
+            fcntl.flock(fd, fcntl.LOCK_EX)
         for left in models_dir.glob(f"{_SCRATCH}*"):
             shutil.rmtree(left)
         yield

@@ -254,8 +254,8 @@ class Roster:
         if request.phase is PREFILL:
             del tenant.prefilling[key]
             del self.prefilling[key]
-        elif self.decoders.pop(key, None) is not None:
-            self.decoding.leave(request)
+        else:
+            self._part(request)
         tenant.counted_blocks -= self.blocks(request.computed)
         del tenant.running[key]
         if request.preemptions and request.is_protected:

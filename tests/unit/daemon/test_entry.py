@@ -12,7 +12,7 @@ import pytest
 @pytest.mark.parametrize("command", ["seedanced", "seedancectl"])
 def test_an_interrupt_while_the_modules_load_ends_the_command_without_a_word(command: str) -> None:
     program = f"from seedance.daemon.entry import {command}; {command}()"
-    # What is imported is listed on standard error as it comes: asyncio comes early, and after the entry.
+    # What is imported is listed on standard error as it comes: msgspec comes early, and after the entry.
     argv = [sys.executable, "-X", "importtime", "-c", program, "--help"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

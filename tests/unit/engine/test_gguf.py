@@ -113,10 +113,12 @@ def test_a_second_conversion_waits_for_the_first_and_takes_its_result(package: P
     first = os.open(models, os.O_RDONLY)
     fcntl.flock(first, fcntl.LOCK_EX)
     found: list[Path] = []
-    second = threading.Thread(target=lambda: found.append(gguf.convert(source, models, silent)))
+    told: list[str] = []
+    second = threading.Thread(target=lambda: found.append(gguf.convert(source, models, told.append)))
     second.start()
     second.join(0.1)
     assert second.is_alive()
+    assert told == ["waiting for another conversion"]
     (models / source.directory_name).mkdir()
     os.close(first)
     second.join(10.0)
