@@ -6,7 +6,8 @@
  *
  *  - What came in over the rate is acknowledged only when it is paid for. To the sender this is a queue in front of a
  *    link of that rate, except that its data has arrived already. Data that goes out waits for none of this.
- *  - The longer that queue, the smaller the window that we offer (see window.bpf.h).
+ *  - The longer that queue, the smaller the window that we offer (see window.bpf.h); and without a queue, no more than
+ *    the sender's path holds and a little.
  *
  * Windows may shrink by this, which a sender has to live with (RFC 9293, 3.8.6).
  */
@@ -25,6 +26,7 @@ struct tcp_sock {
 	__u32 rcv_wnd; /* what was offered last: by the packet at hand */
 	__u16 advmss;
 	__u32 snd_cwnd_clamp;
+	__u32 srtt_us; /* in eighths of a microsecond; 0: not known yet */
 } CORE;
 
 /* True for a TCP segment that carries nothing but an acknowledgement. */
@@ -58,7 +60,8 @@ static __always_inline void limit_window(struct __sk_buff *skb, const struct pac
 
 	if (!tcp || packet->tcp.syn || packet->tcp.rst)
 		return;
-	window = window_bytes(bytes_per_s, queue_ns, tcp->advmss);
+	window = min(window_bytes(bytes_per_s, queue_ns, tcp->advmss),
+		     path_bytes(bytes_per_s, tcp->srtt_us >> 3, tcp->advmss));
 	offered = tcp->rcv_wnd;
 	if (offered > window) /* in the units of the header's field, whatever they are on this connection */
 		write_window(skb, packet, htons((__u16)(ntohs(packet->tcp.window) * window / offered)));

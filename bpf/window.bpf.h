@@ -15,6 +15,7 @@
 #define US_PER_S 1000000ULL
 #define WINDOW_SCALE 11180340ULL /* 50,000 us to the power of 1.5 */
 #define QUEUE_US_MIN 100 /* even without a queue, no window is of more than 1.1 s: one sender alone cannot overrun it */
+#define BURST_US 100000	 /* what a sender may have under way beyond what its path holds */
 
 /* Square root, rounded, of a number that is not 0. */
 static __always_inline __u64 root(__u64 number)
@@ -34,6 +35,14 @@ static __always_inline __u64 window_bytes(__u64 bytes_per_s, __u64 queue_ns, __u
 	__u64 window_us = WINDOW_SCALE / root(queue_ns / NS_PER_US + QUEUE_US_MIN);
 
 	return max(window_us * bytes_per_s / US_PER_S, 2 * segment_bytes);
+}
+
+/* What fills a path of that round trip, and a burst: a larger window would only let a sender that finds the queue empty
+ * fill it at once, and stand still until it has left.
+ */
+static __always_inline __u64 path_bytes(__u64 bytes_per_s, __u64 round_trip_us, __u64 segment_bytes)
+{
+	return max((round_trip_us + BURST_US) * bytes_per_s / US_PER_S, 2 * segment_bytes);
 }
 
 #endif

@@ -297,7 +297,32 @@ def test_the_window_that_is_offered_is_smaller_the_longer_the_queue(family: int)
             assert expected - WINDOW_UNIT <= window <= expected * 1.05, queue_s
 
 
+def test_without_a_queue_a_sender_may_have_under_way_what_its_path_holds_and_a_little(family: int) -> None:
+    net, rate = Net("veth"), 200_000
+    with LoadedLimits("egress") as limits:
+        add_filter(net.server, "veth", EGRESS, limits.program("egress_pace").fd)
+        client, server = connected(net, family)
+        limits.set_limit(RECEIVER, ingress=rate)
+        while (round_trip_s := round_trip_us(server) / 1e6) < 0.02:
+            # Who has nothing to send acknowledges late, which makes the path a long one.
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
+            server.sendall(b"token")
+            assert client.recv(1000) == b"token"
+            time.sleep(0.05)
+        client.sendall(bytes(100))
+        assert len(server.recv(1000)) == 100
+        server.sendall(b"answer")
+        assert client.recv(1000) == b"answer"
+        expected = rate * (0.1 + round_trip_s)
+        assert expected - WINDOW_UNIT <= offered(client) <= expected
+        client.close()
+        server.close()
+    net.close()
+
+
 WINDOW_UNIT: Final = 1024
+_RTT: Final = slice(68, 72)
+"""tcpi_rtt in `struct tcp_info` (linux/tcp.h), microseconds."""
 _SND_WND: Final = slice(228, 232)
 """tcpi_snd_wnd in `struct tcp_info` (linux/tcp.h, v5.4)."""
 
@@ -305,6 +330,11 @@ _SND_WND: Final = slice(228, 232)
 def offered(sock: socket.socket) -> int:
     """Return the window that the peer offered last."""
     return int.from_bytes(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)[_SND_WND], "little")
+
+
+def round_trip_us(sock: socket.socket) -> int:
+    """Return the smoothed round-trip time that a socket has measured."""
+    return int.from_bytes(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)[_RTT], "little")
 
 
 def test_new_connections_over_the_rate_of_their_source_are_not_made(family: int) -> None:
