@@ -1,7 +1,8 @@
 """What each step has brought to whom, and what it cost them: the books of a scheduling policy.
 
 Tokens are counted when a step is scheduled, as a request may be scheduled again before the step has ended; engine time
-is charged when it has.
+is charged when it has. Steady steps are charged, and the prices learn from them, `TOGETHER` at a time: one is like the
+other, and to look at each would take longer than all else that the policy does in it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ _LATE_FACTOR: Final = 4.0
 _LATE_S: Final = 0.25
 
 
+TOGETHER: Final = 16
+
+
 class _Step(msgspec.Struct):
     """A step that has been scheduled; `reads` are prompts by who pays. Who decodes in it is in `decoding`."""
 
     begun_s: float
     load: StepLoad
     reads: dict[Tenant, StepLoad]
+    is_steady: bool = False
 
 
 class Accounts:
@@ -39,6 +44,9 @@ class Accounts:
         self._usage = usage
         self._steps: deque[_Step] = deque()
         self._ended_s = now_s
+        # Steady steps that have ended and are not charged yet: the load of the first, and what each has taken.
+        self._first = StepLoad()
+        self._steady_s: list[float] = []
 
     def step_scheduled(
         self,
@@ -69,6 +77,13 @@ class Accounts:
                 spent.append(request.tenant)
         return spent
 
+    def steady_step_scheduled(self, begun_s: float) -> None:
+        """Count the tokens of a step in which all who decode are, and nobody else."""
+        decoding = self._roster.decoding
+        size = decoding.size
+        self._steps.append(_Step(begun_s, StepLoad(size, 0, size, decoding.context_tokens), {}, is_steady=True))
+        decoding.begin_round()
+
     @property
     def is_working(self) -> bool:
         """Whether there is anything in the oldest step under way."""
@@ -81,13 +96,20 @@ class Accounts:
             step_s = now_s - max(step.begun_s, self._ended_s)
         self._ended_s = now_s
         load = step.load
+        if step.is_steady:
+            if not self._steady_s:
+                self._first = load
+            self._steady_s.append(step_s)
+            if len(self._steady_s) == TOGETHER:
+                self._charge_steady()
+            return []
         decoding = self._roster.decoding
         if not load.requests:
             decoding.end_round(0.0, 0.0, 0.0)
             return []
         cost = self._cost
         cost_s = cost.predict_s(load)
-        late_s = _LATE_S + (_LATE_FACTOR * cost_s if cost.is_fitted else 0.0)
+        late_s = self._late_s(cost_s)
         rates = cost.rates(load, step_s if step_s < late_s else late_s, cost_s)
         cost.observe(load, step_s, cost_s)
         usage_scale = self._usage.set_time(now_s)
@@ -107,6 +129,29 @@ class Accounts:
             for tenant, charge_s in charges.items()
             if tenant.credit is not None and tenant.credit.charge(charge_s, now_s) <= 0
         ]
+
+    def catch_up(self) -> None:
+        """Charge the steady steps that have ended; those under way are charged each, as there may be others by then."""
+        if self._steady_s:
+            self._charge_steady()
+        for step in self._steps:
+            step.is_steady = False
+
+    def _charge_steady(self) -> None:
+        times_s, self._steady_s = self._steady_s, []
+        load, count = self._first, len(times_s)
+        middle = StepLoad(load.requests, 0, load.decodes, load.context_tokens + load.decodes * (count - 1) // 2)
+        cost_s = self._cost.predict_s(middle)
+        late_s = self._late_s(cost_s)
+        rates = self._cost.rates(middle, sum([min(step_s, late_s) for step_s in times_s]) / count, cost_s)
+        self._cost.observe_run(load, times_s)
+        usage_scale = self._usage.set_time(self._ended_s)
+        for _ in times_s:
+            self._roster.decoding.end_round(rates.request_s + rates.decode_s, rates.context_s, usage_scale)
+
+    def _late_s(self, cost_s: float) -> float:
+        """Return what those in a step owe of it at most."""
+        return _LATE_S + (_LATE_FACTOR * cost_s if self._cost.is_fitted else 0.0)
 
     def begin_usage_anew(self, now_s: float) -> None:
         """Have what is charged weigh 1 again in tenants' usage."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import operator
 import statistics
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -139,13 +140,31 @@ class CostModel:
             return
         if predicted_s is None:
             predicted_s = self.prices.cost_s(load)
+        self._learn(_counts(load), step_s, predicted_s)
+        self._solve_if_due(1)
+
+    def observe_run(self, load: StepLoad, times_s: Sequence[float]) -> None:
+        """Learn, once the prices are fitted, from steps of those who decode alone; `load` is that of the first."""
+        decodes, context_tokens = load.decodes, load.context_tokens
+        predicted_s, more_s = self.prices.cost_s(load), self.prices.context_s * decodes
+        for step_s in times_s:
+            if step_s > 0:
+                self._learn((1.0, 0.0, 0, decodes, context_tokens, 0.0), step_s, predicted_s)
+            context_tokens += decodes
+            predicted_s += more_s
+        self.steps += len(times_s)
+        self._solve_if_due(len(times_s))
+
+    def _learn(self, counts: tuple[float, ...], step_s: float, predicted_s: float) -> None:
         error = abs(step_s / predicted_s - 1)
         edge = _EDGE * self._spread
         weight = 1.0 if error <= edge else edge / error
-        self._add(load, step_s, weight / (predicted_s * predicted_s))
-        self._spread += _SPREAD_STEP * (min(error, 2 * edge) - self._spread)
-        self._spread = max(self._spread, _SPREAD_MIN)
-        self._solve_in -= 1
+        self._seen.append((*counts, step_s, weight / (predicted_s * predicted_s)))
+        spread = self._spread + _SPREAD_STEP * ((error if error < 2 * edge else 2 * edge) - self._spread)
+        self._spread = spread if spread > _SPREAD_MIN else _SPREAD_MIN
+
+    def _solve_if_due(self, steps: int) -> None:
+        self._solve_in -= steps
         if self._solve_in <= 0:
             self._solve()
             self._solve_in = min(_SOLVE_EVERY, max(_SOLVE_FIRST, self.steps // 8))
@@ -197,12 +216,9 @@ class CostModel:
         self.prices = Prices(*(price * usual for price in _values(self.prices)))
         for (load, step_s), ratio in zip(self._warm_up, ratios, strict=True):
             if ratio <= _WARM_UP_FACTOR * usual:
-                self._add(load, step_s, self.prices.cost_s(load) ** -2)
+                self._seen.append((*_counts(load), step_s, self.prices.cost_s(load) ** -2))
         self._warm_up.clear()
         self._solve()
-
-    def _add(self, load: StepLoad, step_s: float, weight: float) -> None:
-        self._seen.append((*_counts(load), step_s, weight))
 
     def _sum_up(self) -> None:
         """Take the steps that were seen into the sums; old ones fade."""

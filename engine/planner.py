@@ -58,7 +58,7 @@ class Planner:
         self._usage = usage
         self._window = window
         reserved = settings.reserved_slots
-        self._reserved_slots = settings.slots // 32 if reserved is None else reserved
+        self._reserved_slots = min(2, settings.slots // 32) if reserved is None else reserved
         self._read_s = -math.inf
         self._perhaps_light: list[Tenant] = []
         # For which usages that holds, and for which tenants at work of which weight together.

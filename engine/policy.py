@@ -21,7 +21,9 @@ What holds:
 * A tenant whose `tokens_left` are used up gets nothing more; once its last step has ended its requests end.
 
 The work of a step is proportional to the tenants that have limits on what they use, or wait to be read, and to the
-requests that change their state (see `decoding`).
+requests that change their state (see `decoding`). Most steps are *steady*: all who decode take a token, nobody waits
+or has a limit, and nothing has happened since the last one. Nothing is decided in them, and what they cost is charged
+for some of them together.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from seedance.engine.fairness import Usage
 from seedance.engine.planner import Planner
 from seedance.engine.preemption import keep_kv_limits, make_room, preempt
 from seedance.engine.roster import Roster
-from seedance.engine.scheduling import PolicySettings, Step, TenantLimits, TenantStatistics
+from seedance.engine.scheduling import STEADY, PolicySettings, Step, TenantLimits, TenantStatistics
 from seedance.engine.states import WAITING, Key, Request, Tenant
 from seedance.errors import EngineError
 
@@ -69,11 +71,14 @@ class Policy:
         self._newcomers: dict[Key, Request] = {}
         self._begun_s = now_s
         self._is_stuck = False
+        self.is_steady = False
+        """Whether the coming step is steady, if there is memory for it."""
 
     # -- tenants ------------------------------------------------------------------------------------------------------
 
     def set_tenant(self, row: int, limits: TenantLimits, now_s: float) -> None:
         """Make a tenant known, or give it other limits; what it has used, owes and runs stays."""
+        self._disturb()
         tenant = self._tenant(row)
         tenant.settle()
         if tenant.has_work:
@@ -99,6 +104,7 @@ class Policy:
 
     def set_tokens_left(self, row: int, tokens: int | None, now_s: float) -> None:
         """Set how many output tokens a tenant may still get, from now on; None for any number."""
+        self._disturb()
         tenant = self._tenant(row)
         tenant.tokens_left = tokens
         tenant.is_metered = tenant.pace is not None or tokens is not None
@@ -141,6 +147,7 @@ class Policy:
         EngineError when the whole of it does not fit into the KV blocks that there are, or its prompt not into those
         that its tenant may have.
         """
+        self._disturb()
         tenant = self._tenant(row)
         self._check_length(tenant, prompt_tokens, max_tokens)
         request = Request(key, tenant, prompt_tokens, max_tokens, now_s)
@@ -162,6 +169,7 @@ class Policy:
 
     def finished(self, key: Key, now_s: float) -> None:
         """Forget a request that has ended, for whatever reason; an unknown one is ignored."""
+        self._disturb()
         request = self._roster.finish(key)
         if request is not None:
             self._is_stuck = False
@@ -172,12 +180,14 @@ class Policy:
         """Leave a request out until it is resumed; an unknown or paused one is ignored."""
         request = self._roster.requests.get(key)
         if request is not None and not request.is_paused:
+            self._disturb()
             self._roster.pause(request, now_s)
 
     def resumed(self, key: Key) -> None:
         """Take a paused request in again; an unknown or running one is ignored."""
         request = self._roster.requests.get(key)
         if request is not None and request.is_paused:
+            self._disturb()
             self._roster.resume(request)
             self._is_stuck = False
 
@@ -185,6 +195,7 @@ class Policy:
         """Note that the engine, of its own accord, took a request's slot and KV blocks."""
         request = self._roster.requests.get(key)
         if request is not None and request.phase is not WAITING:
+            self._disturb()
             self._roster.preempt(request)
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -193,6 +204,9 @@ class Policy:
         """Decide the coming step; `slots_free` counts slots without a request, held requests have theirs."""
         roster = self._roster
         self._begun_s = now_s
+        if self.is_steady and kv_free_blocks >= roster.decoding.size and not self._usage.is_due:
+            return STEADY
+        self._disturb()
         self._usage.set_time(now_s)
         if self._usage.is_due:
             self._accounts.begin_usage_anew(now_s)
@@ -222,6 +236,10 @@ class Policy:
 
         `cached` says how many tokens of a request that was admitted in this step were in the prefix cache already.
         """
+        if self.is_steady and len(scheduled) == self._roster.decoding.size:
+            self._accounts.steady_step_scheduled(self._begun_s)
+            return
+        self._disturb()
         newcomers, self._newcomers = self._newcomers, {}
         for request in newcomers.values():
             if request.key in scheduled:
@@ -232,6 +250,22 @@ class Policy:
             self._tokens_spent(tenant, now_s)
         # Nothing could be done though the window was open: so it will be until something happens.
         self._is_stuck = not scheduled and self._planner.opens_s(now_s, is_reading=False) <= now_s
+        self.is_steady = self._will_be_steady(len(scheduled))
+
+    def _will_be_steady(self, scheduled: int) -> bool:
+        roster = self._roster
+        decoding = roster.decoding
+        if not scheduled or scheduled != decoding.size or decoding.limited or self._releases or self._exhausted:
+            return False
+        if roster.counters.waiting or roster.prefilling or roster.protected or roster.hold:
+            return False
+        return self.cost.is_fitted and not any(tenant.running for tenant in self._kv_limited)
+
+    def _disturb(self) -> None:
+        """Let the coming step be decided, and bring what was charged up to date, as something may be otherwise now."""
+        if self.is_steady:
+            self.is_steady = False
+            self._accounts.catch_up()
 
     def step_ended(self, now_s: float, step_s: float | None = None) -> None:
         """Charge the oldest step that has not ended; an empty one too must end.
@@ -247,7 +281,7 @@ class Policy:
     def wake_at(self, now_s: float) -> float | None:
         """Return when a step can do something; `now_s` means at once, None not before something happens."""
         roster = self._roster
-        if roster.decoders or any(not request.is_left_out for request in roster.prefilling.values()):
+        if self.is_steady or roster.decoders or any(not request.is_left_out for request in roster.prefilling.values()):
             return now_s
         due_s = math.inf
         if any(self._is_over(tenant) for tenant in self._exhausted):
@@ -273,6 +307,7 @@ class Policy:
 
     def statistics(self, now_s: float) -> dict[int, TenantStatistics]:
         """Return the counters of every tenant, by row."""
+        self._accounts.catch_up()
         return {row: self._statistics(tenant, now_s) for row, tenant in self._roster.tenants.items()}
 
     # -- holding ------------------------------------------------------------------------------------------------------

@@ -119,6 +119,11 @@ class TokenScheduler:
         elif now_s >= self._beat_at_s:
             self._beat(now_s)
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether there is a step to be made, as far as is known; see `policy`."""
+        return self.policy.is_steady
+
     def wake_at(self, now_s: float) -> float | None:
         """Return when a step can do something; see `Policy.wake_at`."""
         self._take_news(now_s)

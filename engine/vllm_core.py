@@ -38,6 +38,8 @@ from seedance.errors import EngineDead
 
 _SENTENCE_CHARS: Final = 320
 _CPU_KV_BYTES: Final = 1 << 30
+# A step leaves next to nothing to the garbage collector, which would look for it at each 700 objects.
+_COLLECT_AFTER: Final = 50_000
 _STRUCTURED_BACKEND: Final = "xgrammar"
 # The CPU build rewrites "uni" to a worker process of its own, which spins; the class by name it leaves alone.
 _CPU_EXECUTOR: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -81,6 +83,9 @@ def run_core(ledger_fd: int, control: socket.socket, launch: Launch) -> int:
         )
         vllm_scheduler.let_sleep(core.EngineCoreProc)
     _extend(core, launch)
+    if is_cpu_build():
+        share_process_group(importlib.import_module("torch.distributed"))
+    gc.set_threshold(_COLLECT_AFTER)
     core.EngineCoreProc.run_engine_core(
         vllm_config=config,
         local_client=True,
@@ -89,6 +94,16 @@ def run_core(ledger_fd: int, control: socket.socket, launch: Launch) -> int:
         log_stats=False,
     )
     return 0
+
+
+def share_process_group(distributed: Any) -> None:
+    """Have the process groups that vLLM makes, all of this one process, be the same one; takes `torch.distributed`.
+
+    Each of the thirteen would have a thread of gloo's, which looks around a hundred times a second.
+    """
+    destroy = distributed.destroy_process_group
+    distributed.new_group = lambda *_, **__: distributed.group.WORLD
+    distributed.destroy_process_group = lambda group=None: destroy() if group is None else None
 
 
 def scheduler_class(config: Any, ledger: Ledger, version: str, step_target_s: float) -> type:

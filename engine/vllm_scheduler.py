@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from seedance.engine.ledger import Ledger
 from seedance.engine.request import Urgency
-from seedance.engine.scheduling import PolicySettings, Step
+from seedance.engine.scheduling import STEADY, PolicySettings, Step
 from seedance.engine.token_scheduler import TokenScheduler
 from seedance.engine.vllm_continue import begin_behind
 from seedance.engine.vllm_sampling import URGENCY_KEY
@@ -261,11 +261,13 @@ class TokenSteps(_Scheduler):
             self._submit_ready()
         now_s = time.monotonic()
         step = self._tokens.step_begins(now_s, self._free_blocks_now(), self.max_num_active_reqs - len(self.running))
-        self._apply(step, now_s)
+        if step is not STEADY:
+            self._apply(step, now_s)
         output = super().schedule(throttle_prefills)
-        for request in list(self.waiting):
-            self.waiting.remove_request(request)
-            self._parked[request.request_id] = request
+        if self.waiting:
+            for request in list(self.waiting):
+                self.waiting.remove_request(request)
+                self._parked[request.request_id] = request
         scheduled = output.num_scheduled_tokens
         cached = {}
         for key in step.admit:
@@ -313,7 +315,8 @@ class TokenSteps(_Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._tokens.step_ended(time.monotonic())
         for of_client in outputs.values():
-            self._pack(of_client.outputs)
+            if len(of_client.outputs) >= self.fewest_packed:
+                self._pack(of_client.outputs)
         ended, self._ended = self._ended, []
         for request in ended:
             last = self.known.output(
@@ -353,6 +356,8 @@ class TokenSteps(_Scheduler):
 
     def has_requests(self) -> bool:
         """Return whether a step can do anything now; when it may be otherwise is for `sleep_s`."""
+        if self._tokens.is_steady:
+            return True
         if not super().has_requests():
             self._wake_s = math.inf
             return False

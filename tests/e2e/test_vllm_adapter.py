@@ -203,6 +203,11 @@ def test_ready_tells_what_is_reserved_and_what_the_model_is(engine: Engine) -> N
     assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (MAX_MODEL_LEN, VOCAB_SIZE, (1,))
 
 
+def test_one_thread_looks_after_all_process_groups(engine: Engine) -> None:
+    threads = Path(f"/proc/{engine.adapter.core_pid}/task").glob("*/comm")
+    assert [thread.read_text().strip() for thread in threads].count("gloo_tcp_loop") == 1
+
+
 def test_greedy_tokens_are_those_of_vllms_own_front_end(engine: Engine, reference: Reference) -> None:
     async def all_at_once() -> list[list[Output]]:
         return await asyncio.gather(*(engine.generate(prompt) for prompt in PROMPTS))

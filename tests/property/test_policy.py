@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.workloads import PRICES
 
-from seedance.engine.cost import CostModel, StepLoad
+from seedance.engine.cost import WARM_UP_STEPS, CostModel, StepLoad
 from seedance.engine.policy import Policy
 from seedance.engine.scheduling import PolicySettings, Step, TenantLimits
 from seedance.engine.states import MAX_PREEMPTIONS, Phase, Tenant
@@ -84,7 +84,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.settings = PolicySettings(
             slots=SLOTS, kv_blocks=KV_BLOCKS, block_tokens=BLOCK_TOKENS, step_tokens=STEP_TOKENS, reserved_slots=1
         )
-        self.policy = Policy(self.settings, self.now_s, CostModel(PRICES))
+        cost = CostModel(PRICES)
+        for context_tokens in range(WARM_UP_STEPS + 1):  # only then are steps steady
+            load = StepLoad(1, 0, 1, context_tokens)
+            cost.observe(load, PRICES.cost_s(load))
+        self.policy = Policy(self.settings, self.now_s, cost)
         self.streams: dict[int, Stream] = {}
         self.rows: dict[int, int] = {}
         self.paid_s: dict[int, float] = {}

@@ -103,6 +103,25 @@ def test_no_price_is_ever_negative() -> None:
         assert min(msgspec.structs.astuple(model.prices)) >= 0
 
 
+def test_from_a_run_of_steps_it_learns_as_from_each() -> None:
+    models = [CostModel(), CostModel()]
+    rng = random.Random(5)
+    for _ in range(200):
+        mixed = load(rng)
+        run = StepLoad(decodes := rng.randint(1, 64), 0, decodes, rng.randint(0, 50_000))
+        each = [StepLoad(decodes, 0, decodes, run.context_tokens + decodes * number) for number in range(16)]
+        times_s = [PRICES.cost_s(one) * rng.uniform(0.95, 1.05) for one in each]
+        for model in models:
+            model.observe(msgspec.structs.replace(mixed), PRICES.cost_s(mixed))
+        models[0].observe_run(run, times_s)
+        for one, step_s in zip(each, times_s, strict=True):
+            models[1].observe(one, step_s)
+    assert models[0].steps == models[1].steps
+    for one in (run, mixed):
+        predicted_s = [model.predict_s(one) for model in models]
+        assert predicted_s == pytest.approx([PRICES.cost_s(one)] * 2, rel=0.02)
+
+
 def test_empty_and_timeless_steps_say_nothing() -> None:
     model = CostModel()
     model.observe(StepLoad(), 1.0)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Final
 
+import msgspec
 import pytest
 from support.workloads import PRICES, settings
 
+from seedance.engine.admission import WindowSettings
 from seedance.engine.cost import CostModel
 from seedance.engine.policy import Policy
-from seedance.engine.scheduling import Step, TenantLimits, limits_of
+from seedance.engine.scheduling import STEADY, Step, TenantLimits, limits_of
 from seedance.errors import EngineError
 from seedance.qos.quota import GpuQuota, Quota, TokenQuota
 
@@ -81,6 +84,78 @@ def test_a_step_is_charged_whole() -> None:
     entries = engine.policy.statistics(engine.now_s)
     assert entries[1].step_s + entries[2].step_s == pytest.approx(0.1)
     assert entries[1].step_s > entries[2].step_s
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_steady_steps_cost_what_each_of_them_would(seed: int) -> None:
+    # Prices, which are found at other times, would decide when a prompt is read, and in how many parts.
+    engines = [Engine(window=WindowSettings(static_batch=1)) for _ in range(2)]
+    engines[1].policy._will_be_steady = lambda scheduled: False  # type: ignore[method-assign]
+    source = Random(seed)
+    keys = [f"request {number}" for number in range(6)]
+    steady = 0
+    for key in keys:
+        row, prompt_tokens = source.choice([1, 2, 3]), source.randint(5, 16)
+        leaves = [one for one in engines[0].running if source.random() < 0.4]
+        for engine in engines:
+            engine.submit(key, row, prompt_tokens)
+            for one in leaves:
+                engine.finish(str(one))
+        for _ in range(source.randint(20, 60)):
+            step_s = source.uniform(0.005, 0.02)
+            for engine in engines:
+                engine.step_s = step_s
+                step, _ = engine.step()
+                steady += step is STEADY
+        for row, entry in engines[0].policy.statistics(engines[0].now_s).items():
+            other = engines[1].policy.statistics(engines[1].now_s)[row]
+            assert entry.step_s == pytest.approx(other.step_s, rel=0.02)
+            assert msgspec.structs.replace(entry, step_s=0) == msgspec.structs.replace(other, step_s=0)
+        assert sum(entry.step_s for entry in engines[0].policy.statistics(0.0).values()) == pytest.approx(
+            engines[0].now_s
+        )
+    assert steady > 50
+
+
+def test_what_happens_ends_the_steady_steps() -> None:
+    def steady() -> Engine:
+        engine = Engine()
+        engine.submit("x", 1)
+        for _ in range(40):
+            step, _ = engine.step()
+        assert step is STEADY
+        return engine
+
+    engine = steady()
+    engine.submit("y", 2)
+    step, _ = engine.step()
+    assert step.admit == ["y"]
+    engine = steady()
+    engine.policy.paused("x", engine.now_s)
+    step, _ = engine.step()
+    assert step.hold == ["x"]
+    engine = steady()
+    engine.policy.set_tenant(1, TenantLimits(tokens_per_s=10.0), engine.now_s)
+    assert all(engine.step()[0] is not STEADY for _ in range(10))
+    engine = steady()
+    engine.policy.set_tokens_left(1, 0, engine.now_s)
+    assert [engine.step()[0].end for _ in range(2)] == [["x"], []]
+    engine = steady()
+    step, _ = engine.step(kv_free_blocks=0)
+    assert step is not STEADY
+
+
+def test_what_the_engine_leaves_out_of_a_steady_step_takes_no_token() -> None:
+    engine = Engine()
+    for key in "xy":
+        engine.submit(key, 1)
+    for _ in range(40):
+        engine.step()
+    tokens = engine.policy.statistics(engine.now_s)[1].output_tokens
+    assert engine.policy.step_begins(engine.now_s, KV_BLOCKS, 0) is STEADY
+    engine.policy.step_scheduled({"x": 1}, engine.now_s)
+    engine.policy.step_ended(engine.now_s + 0.01)
+    assert engine.policy.statistics(engine.now_s)[1].output_tokens == tokens + 1
 
 
 def test_cached_tokens_are_not_read() -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from seedance.engine import vllm_control as control
-from seedance.engine.vllm_core import reason_of, resolve_model, survey
+from seedance.engine.vllm_core import reason_of, resolve_model, share_process_group, survey
 from seedance.errors import EngineDead
 
 
@@ -41,6 +41,22 @@ def test_a_path_that_leads_nowhere(model: str) -> None:
 def test_a_directory_that_lacks_something(tmp_path: Path, names: list[str], text: str) -> None:
     with pytest.raises(EngineDead, match=text):
         resolve_model(model_dir(tmp_path, *names), offline=True)
+
+
+def test_all_process_groups_are_one_which_ends_once() -> None:
+    ends: list[str] = []
+    distributed = SimpleNamespace(
+        group=SimpleNamespace(WORLD="the world"),
+        new_group=lambda *_, **__: "another",
+        destroy_process_group=lambda: ends.append("the world"),
+    )
+    share_process_group(distributed)
+    group = distributed.new_group([0], backend="gloo")
+    assert group == "the world"
+    distributed.destroy_process_group(group)
+    assert not ends
+    distributed.destroy_process_group()
+    assert ends == ["the world"]
 
 
 class _ValidationError(Exception):
