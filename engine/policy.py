@@ -28,7 +28,6 @@ for some of them together.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -39,6 +38,7 @@ from seedance.engine.admission import AdmissionWindow
 from seedance.engine.bucket import Bucket
 from seedance.engine.cost import CostModel
 from seedance.engine.fairness import Usage
+from seedance.engine.holding import Holding
 from seedance.engine.planner import Planner
 from seedance.engine.preemption import keep_kv_limits, make_room, preempt
 from seedance.engine.roster import Roster
@@ -49,7 +49,6 @@ from seedance.errors import EngineError
 _IDLE_WAKE_S: Final = 0.1
 _START_WINDOW_S: Final = 10.0
 _SHORT_TOKENS: Final = 1_000
-_ROUNDING_S: Final = 1e-9
 _NONE: Final[Mapping[Key, int]] = MappingProxyType({})
 
 
@@ -64,8 +63,7 @@ class Policy:
         self._window = AdmissionWindow(settings.window, now_s)
         self._accounts = Accounts(self._roster, self.cost, self._usage, now_s)
         self._planner = Planner(settings, self._roster, self.cost, self._usage, self._window)
-        self._releases: list[tuple[float, int, Tenant]] = []
-        self._exhausted: dict[Tenant, None] = {}
+        self._holding = Holding(self._roster)
         self._kv_limited: dict[Tenant, None] = {}
         self._recent: dict[Tenant, float] = {}
         self._newcomers: dict[Key, Request] = {}
@@ -98,8 +96,7 @@ class Policy:
         if limits.kv_share is not None and limits.kv_share < 1:
             tenant.kv_blocks = max(1, int(self._settings.kv_blocks * limits.kv_share))
             self._kv_limited[tenant] = None
-        if tenant.is_held:
-            self._plan_release(tenant, now_s)
+        self._holding.plan_release(tenant, now_s)
         self._is_stuck = False
 
     def set_tokens_left(self, row: int, tokens: int | None, now_s: float) -> None:
@@ -110,18 +107,16 @@ class Policy:
         tenant.is_metered = tenant.pace is not None or tokens is not None
         self._roster.decoding.watch(tenant)
         if tokens is not None and tokens <= 0:
-            self._exhaust(tenant, now_s)
+            self._holding.exhaust(tenant, now_s)
         elif tenant.is_exhausted:
-            tenant.is_exhausted = False
-            self._exhausted.pop(tenant, None)
-            self._plan_release(tenant, now_s)
+            self._holding.replenish(tenant, now_s)
 
     def remove_tenant(self, row: int) -> bool:
         """Forget a tenant and its counters; returns False, and does nothing, while it has requests."""
         tenant = self._roster.tenants.get(row)
         if tenant is not None and not tenant.has_work:
             del self._roster.tenants[row]
-            for known in (self._kv_limited, self._recent, self._exhausted):
+            for known in (self._kv_limited, self._recent, self._holding.exhausted):
                 known.pop(tenant, None)
         return row not in self._roster.tenants
 
@@ -158,12 +153,11 @@ class Policy:
             request.urgent_s = self._planner.urgent_s(prompt_tokens, deadline_s)
             request.order_s = min(request.order_s, max(now_s - self._settings.priority_s, deadline_s - 1.0))
         self._recent.pop(tenant, None)
-        if tenant.is_held and not tenant.has_work:
-            tenant.held_since_s = now_s
-            heapq.heappush(self._releases, (tenant.release_s, tenant.row, tenant))
+        if not tenant.has_work:
+            self._holding.work_arrived(tenant, now_s)
         self._roster.submit(request)
         if tenant.is_exhausted:
-            self._exhausted[tenant] = None
+            self._holding.exhausted[tenant] = None
         self._window.request_arrived(now_s)
         self._is_stuck = False
 
@@ -174,6 +168,7 @@ class Policy:
         if request is not None:
             self._is_stuck = False
             if request.tenant not in self._roster.active:
+                self._holding.work_ended(request.tenant, now_s)
                 self._rest(request.tenant, now_s)
 
     def paused(self, key: Key, now_s: float) -> None:
@@ -210,10 +205,14 @@ class Policy:
         self._usage.set_time(now_s)
         if self._usage.is_due:
             self._accounts.begin_usage_anew(now_s)
-        self._release_due(now_s)
+        if self._holding.release_due(now_s):
+            self._is_stuck = False
         step = Step([], [], [], [], [], {})
-        if self._exhausted:
-            step.end += self._end_exhausted(now_s)
+        if self._holding.exhausted:
+            end, tenants = self._holding.end_exhausted(now_s)
+            step.end += end
+            for tenant in tenants:
+                self._rest(tenant, now_s)
         if self._kv_limited:
             kv_free_blocks += keep_kv_limits(roster, self._kv_limited, step, now_s)
         is_shared = self._is_shared(now_s)
@@ -255,7 +254,7 @@ class Policy:
     def _will_be_steady(self, scheduled: int) -> bool:
         roster = self._roster
         decoding = roster.decoding
-        if not scheduled or scheduled != decoding.size or decoding.limited or self._releases or self._exhausted:
+        if not scheduled or scheduled != decoding.size or decoding.limited or not self._holding.is_idle:
             return False
         if roster.counters.waiting or roster.prefilling or roster.protected or roster.hold:
             return False
@@ -276,20 +275,16 @@ class Policy:
         for tenant, charge_s in self._accounts.step_ended(now_s, step_s):
             assert tenant.credit is not None
             # Not at the first credit: to be left out of every other step makes more work than it smooths.
-            self._hold(tenant, tenant.credit.due_s(2 * charge_s, now_s), now_s)
+            self._holding.hold(tenant, tenant.credit.due_s(2 * charge_s, now_s), now_s)
 
     def wake_at(self, now_s: float) -> float | None:
         """Return when a step can do something; `now_s` means at once, None not before something happens."""
         roster = self._roster
         if self.is_steady or roster.decoders or any(not request.is_left_out for request in roster.prefilling.values()):
             return now_s
-        due_s = math.inf
-        if any(self._is_over(tenant) for tenant in self._exhausted):
+        if any(self._holding.has_ended(tenant) for tenant in self._holding.exhausted):
             return now_s
-        while self._releases and not self._counts(self._releases[0]):
-            heapq.heappop(self._releases)
-        if self._releases:
-            due_s = self._releases[0][0]
+        due_s = self._holding.next_release_s()
         if roster.counters.waiting:
             if not self._is_stuck:
                 due_s = min(due_s, self._planner.opens_s(now_s, is_reading=False))
@@ -310,79 +305,18 @@ class Policy:
         self._accounts.catch_up()
         return {row: self._statistics(tenant, now_s) for row, tenant in self._roster.tenants.items()}
 
-    # -- holding ------------------------------------------------------------------------------------------------------
+    # -- the rest -----------------------------------------------------------------------------------------------------
 
     def _tokens_spent(self, tenant: Tenant, now_s: float) -> None:
         if tenant.tokens_left is not None and tenant.tokens_left <= 0:
-            self._exhaust(tenant, now_s)
+            self._holding.exhaust(tenant, now_s)
         elif tenant.pace is not None:
-            self._hold(tenant, tenant.pace.due_s(1.0, now_s), now_s)
-
-    def _exhaust(self, tenant: Tenant, now_s: float) -> None:
-        tenant.is_exhausted = True
-        self._exhausted[tenant] = None
-        self._hold(tenant, math.inf, now_s)
-
-    def _hold(self, tenant: Tenant, release_s: float, now_s: float) -> None:
-        tenant.release_s = max(release_s, tenant.release_s) if tenant.is_held else release_s
-        if not tenant.is_held:
-            tenant.held_since_s = now_s
-            self._roster.hold_tenant(tenant)
-        if tenant.release_s < math.inf:
-            heapq.heappush(self._releases, (tenant.release_s, tenant.row, tenant))
-
-    def _counts(self, entry: tuple[float, int, Tenant]) -> bool:
-        """Return whether a planned release is still meant; that of an idle tenant is made up when it comes back."""
-        release_s, _, tenant = entry
-        return tenant.is_held and release_s == tenant.release_s and tenant.has_work
-
-    def _release_due(self, now_s: float) -> None:
-        releases = self._releases
-        while releases and releases[0][0] <= now_s + _ROUNDING_S:
-            entry = heapq.heappop(releases)
-            if self._counts(entry):
-                self._release(entry[2], now_s)
-
-    def _release(self, tenant: Tenant, now_s: float) -> None:
-        tenant.held_s += now_s - tenant.held_since_s
-        self._roster.release_tenant(tenant)
-        self._is_stuck = False
+            self._holding.hold(tenant, tenant.pace.due_s(1.0, now_s), now_s)
 
     def _rest(self, tenant: Tenant, now_s: float) -> None:
         """Note that a tenant has no work any more."""
         self._recent.pop(tenant, None)
         self._recent[tenant] = now_s
-        if tenant.is_held:
-            tenant.held_s += now_s - tenant.held_since_s
-
-    def _plan_release(self, tenant: Tenant, now_s: float) -> None:
-        """Find out anew when a held tenant is to be released, as its limits or budget are others now."""
-        if not tenant.is_held or tenant.is_exhausted:
-            return
-        due_s = now_s
-        if tenant.credit is not None and tenant.credit.level(now_s) <= 0:
-            due_s = tenant.credit.due_s(tenant.credit.burst, now_s)
-        if tenant.pace is not None and tenant.pace.level(now_s) <= 0:
-            due_s = max(due_s, tenant.pace.due_s(1.0, now_s))
-        tenant.release_s = due_s
-        heapq.heappush(self._releases, (due_s, tenant.row, tenant))
-
-    def _end_exhausted(self, now_s: float) -> list[Key]:
-        """Forget the requests of tenants whose tokens are used up and whose last step has ended; returns them."""
-        end: list[Key] = []
-        for tenant in [tenant for tenant in self._exhausted if self._is_over(tenant)]:
-            del self._exhausted[tenant]
-            keys = [key for key, request in self._roster.requests.items() if request.tenant is tenant]
-            for key in keys:
-                self._roster.finish(key)
-            end += keys
-            self._rest(tenant, now_s)
-        return end
-
-    def _is_over(self, tenant: Tenant) -> bool:
-        return tenant.last_scheduled <= self._roster.decoding.ended
-
-    # -- the rest -----------------------------------------------------------------------------------------------------
 
     def _tenant(self, row: int) -> Tenant:
         tenant = self._roster.tenants.get(row)

@@ -21,8 +21,8 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     `usage_window_s` is the memory for what tenants use. `light_fraction` is of a tenant's fair part. `reserved_slots`
     are kept for light tenants while there is more than one tenant; None is one of 32, two at most, as others wait for
     these, too. Advances are in seconds of engine time: `urgent_advance_s` goes with a priority, `deadline_advance_s`
-    with a deadline that is near, `max_advance_s` with a far client or a short request. `priority_s` is how much earlier, for each step of its priority, a request
-    counts as submitted among its own tenant's.
+    with a deadline that is near, `max_advance_s` with a far client or a short request. `priority_s` is how much
+    earlier, for each step of its priority, a request counts as submitted among its own tenant's.
     """
 
     slots: int
