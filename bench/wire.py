@@ -97,20 +97,38 @@ def sample_of(door: str, tokens: int, answer: Answer) -> Sample:
 
 
 def measure(servers: Mapping[str, ServerProcess], doors: Sequence[str], arguments: argparse.Namespace) -> list[Sample]:
-    """Ask every door for every answer; raises BenchError where two doors give different texts."""
-    samples = []
+    """Ask every door for every answer; one of which another server has made another text is left out.
+
+    Raises BenchError where two doors of the same server give different texts, or no answer is left.
+    """
+    samples: list[Sample] = []
     for number, prompt in enumerate(prompts(arguments.prompts)):
         texts = {}
+        answers = []
         for door in doors:
             server, ask = servers[DOORS[door][0]], DOORS[door][1]
             answer = ask(server, body_of(prompt, arguments.tokens, number))
             texts[door] = answer.text
-            samples.append(sample_of(door, arguments.tokens, answer))
-        different = [door for door, text in texts.items() if text != texts[doors[0]]]
-        if different:
-            raise BenchError(f"cannot compare: {doors[0]} and {', '.join(different)} gave different texts")
-        say(f"answer {number + 1}: " + ", ".join(f"{one.door} {one.per_token:.1f}" for one in samples[-len(doors) :]))
+            answers.append(sample_of(door, arguments.tokens, answer))
+        if different := differing(texts):
+            say(f"answer {number + 1} is left out: {', '.join(different)} gave another text than {doors[0]}")
+            continue
+        samples += answers
+        say(f"answer {number + 1}: " + ", ".join(f"{one.door} {one.per_token:.1f}" for one in answers))
+    if not samples:
+        raise BenchError("cannot compare: no answer had the same text from all servers")
     return samples
+
+
+def differing(texts: Mapping[str, str]) -> list[str]:
+    """Return the doors whose text is not that of the first; raises BenchError where one of the same server's is not."""
+    first = next(iter(texts))
+    found = [door for door, text in texts.items() if text != texts[first]]
+    for door in found:
+        for other, text in texts.items():
+            if DOORS[other][0] == DOORS[door][0] and text != texts[door]:
+                raise BenchError(f"cannot compare: {other} and {door} gave different texts")
+    return found
 
 
 def figures(samples: Sequence[Sample]) -> dict[str, dict[str, list[float]]]:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.wire import SEGMENT_BYTES, Sample, prompts, sample_of, summary
+from bench.processes import BenchError
+from bench.wire import SEGMENT_BYTES, Sample, differing, prompts, sample_of, summary
 from bench.wire_client import Answer
 
 
@@ -25,6 +26,13 @@ def test_the_result_has_a_median_for_each_door() -> None:
     assert result["by_door"]["fm"]["tokens_per_event"] == 1.25
     assert result["by_door"]["fm"]["sent_bytes_per_token"] == 0.5
     assert (result["answers"], result["tokens"]) == (3, 100)
+
+
+def test_another_servers_text_may_differ_and_ours_may_not() -> None:
+    assert differing({"fm": "a", "sse": "a", "vllm_sse": "a"}) == []
+    assert differing({"fm": "a", "sse": "a", "vllm_sse": "b", "vllm_rust_sse": "a"}) == ["vllm_sse"]
+    with pytest.raises(BenchError, match="fm and sse gave different texts"):
+        differing({"fm": "a", "sse": "b", "vllm_sse": "a"})
 
 
 def test_prompts_differ_and_have_the_same_words() -> None:
