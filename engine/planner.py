@@ -59,7 +59,7 @@ class Planner:
         self._window = window
         reserved = settings.reserved_slots
         self._reserved_slots = min(2, settings.slots // 32) if reserved is None else reserved
-        self._read_s = -math.inf
+        self._read_s = self._light_s = -math.inf
         self._perhaps_light: list[Tenant] = []
         # For which usages that holds, and for which tenants at work of which weight together.
         self._looked_at: tuple[float, float, int, float] = (0.0, 0.0, 0, 0.0)
@@ -105,6 +105,12 @@ class Planner:
                     light.add(tenant)
         return light
 
+    def kept_slots(self, is_any_light: bool, now_s: float) -> int:
+        """Return how many slots are kept for light tenants: none where there has been no such tenant lately."""
+        if is_any_light:
+            self._light_s = now_s
+        return self._reserved_slots if now_s - self._light_s <= self._settings.shared_for_s else 0
+
     def urgent_s(self, prompt_tokens: int, deadline_s: float) -> float:
         """Return when a request becomes urgent for its deadline: two steps and twice its reading before that."""
         load = StepLoad()
@@ -137,13 +143,13 @@ class _Round:
         self._slots = slots_free
         self._kv_free_blocks = kv_free_blocks
         self._is_shared = is_shared
-        self._kept = planner._reserved_slots if is_shared else 0
         self._is_impatient = is_impatient
         self._plan = Plan()
         roster = self._roster
         decoding = roster.decoding
         self._budget = self._settings.step_tokens - decoding.size
         self._light = planner.light()
+        self._kept = planner.kept_slots(bool(self._light), now_s) if is_shared else 0
         self._load = StepLoad(decoding.size, 0, decoding.size, decoding.context_tokens)
         self._light_load = StepLoad()
         self._wide_s = math.inf

@@ -19,10 +19,10 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     A hard share saves up `burst_s` x share of engine time, and a token rate `burst_s` of tokens; debt is bounded by
     what `max_hold_s` pays back. `shared_for_s` is how long a tenant that has left still counts as being there;
     `usage_window_s` is the memory for what tenants use. `light_fraction` is of a tenant's fair part. `reserved_slots`
-    are kept for light tenants while there is more than one tenant; None is one of 32, two at most, as others wait for
-    these, too. Advances are in seconds of engine time: `urgent_advance_s` goes with a priority, `deadline_advance_s`
-    with a deadline that is near, `max_advance_s` with a far client or a short request. `priority_s` is how much
-    earlier, for each step of its priority, a request counts as submitted among its own tenant's.
+    are kept for light tenants where one was there as lately; None is one of 32, two at most. Advances are in seconds of
+    engine time: `urgent_advance_s` goes with a priority, `deadline_advance_s` with a deadline that is near,
+    `max_advance_s` with a far client or a short request. `priority_s` is how much earlier, for each step of its
+    priority, a request counts as submitted among its own tenant's.
     """
 
     slots: int

@@ -403,6 +403,27 @@ def test_deadlines_do_not_touch_the_slots_kept_for_light_tenants(deadline_ms: in
     assert engine.step()[0].admit == ["light"]
 
 
+def test_slots_are_kept_only_where_there_was_a_light_tenant_lately() -> None:
+    engine = Engine(slots=4, reserved_slots=1, shared_for_s=0.5, window=WindowSettings(static_batch=1))
+    for key, row in (("a1", 1), ("a2", 1), ("b1", 2), ("b2", 2)):
+        engine.submit(key, row)
+    for _ in range(300):
+        engine.step()
+    engine.submit("a3", 1)
+    engine.finish("a1")
+    engine.step()
+    assert set(engine.running) == {"a2", "a3", "b1", "b2"}, "neither tenant is light, and no other was there"
+    engine.submit("a4", 1)
+    engine.submit("c1", 3)
+    engine.finish("b1")
+    engine.step()
+    assert set(engine.running) == {"a2", "a3", "b2", "c1"}, "who comes with little gets the next slot"
+    engine.finish("a2")
+    for _ in range(10):
+        engine.step()
+    assert set(engine.running) == {"a3", "b2", "c1"}, "and one is kept while it is there"
+
+
 def test_a_deadline_counts_behind_the_tenants_own_queue() -> None:
     engine = Engine(slots=1)
     for number in range(200):
