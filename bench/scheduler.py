@@ -131,12 +131,13 @@ async def compare(engines: list[BenchEngine], options: argparse.Namespace) -> tu
     ours = engines[0]
     for engine in engines:
         await engine.start()
-        await tokens_per_s(engine, options.streams, 0, options.round_seconds / 2)
     rounds = []
     for number in range(1, options.rounds + 1):
         order = engines if number % 2 else engines[::-1]
         found = {}
         for engine in order:
+            if number > 1:
+                await engine.renew()
             found[engine.name] = await tokens_per_s(engine, options.streams, number, options.round_seconds)
         say(f"round {number}: " + ", ".join(f"{name} {rate:.0f} tokens/s" for name, rate in found.items()))
         rounds.append(found)
@@ -150,7 +151,7 @@ def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(prog="python -m bench.scheduler", description="What the token scheduler costs.")
     parser.add_argument("--seconds", type=float, default=60.0, help="of shares under load")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--round-seconds", type=float, default=10.0)
     options = parser.parse_args()
