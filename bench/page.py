@@ -177,8 +177,10 @@ SECTIONS: Final = (
         (
             Row("to the first token, p99", "ttft_p99_ratio"),
             Row("between tokens, p99", "itl_p99_ratio"),
+            Row("the flood's work, of what was left for it", "flooder_share_of_rest"),
             Row("to the first token, p99, vLLM's scheduler", "plain.ttft_p99_ratio"),
             Row("between tokens, p99, vLLM's scheduler", "plain.itl_p99_ratio"),
+            Row("the flood's work, vLLM's scheduler", "plain.flooder_share_of_rest"),
         ),
     ),
     Section(
