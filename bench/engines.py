@@ -68,7 +68,7 @@ class BenchEngine:
         self._adapter = VllmAdapter(settings, self.ledger)
         self._requests: dict[int, Request] = {}
         self._key = 0
-        self._is_renewed = False
+        self._is_being_renewed = False
         self.tokens = 0
 
     async def start(self) -> None:
@@ -78,9 +78,9 @@ class BenchEngine:
 
     async def renew(self) -> None:
         """Let another process take the EngineCore's place: some are faster than others for as long as they live."""
-        self._is_renewed = True
+        self._is_being_renewed = True
         self._adapter.give_up("another process takes its place")
-        self._is_renewed = False
+        self._is_being_renewed = False
         await self._adapter.start(self)
 
     async def stop(self) -> None:
@@ -135,5 +135,5 @@ class BenchEngine:
 
     def state_changed(self, state: EngineState, detail: str) -> None:
         """See `EngineEvents`."""
-        if state is EngineState.DEAD and not self._is_renewed:
+        if state is EngineState.DEAD and not self._is_being_renewed:
             raise SystemExit(f"cannot go on: {detail}")

@@ -1,7 +1,7 @@
 """What each step has brought to whom, and what it cost them: the books of a scheduling policy.
 
 Tokens are counted when a step is scheduled, as a request may be scheduled again before the step has ended; engine time
-is charged when it has. Steady steps are charged, and the prices learn from them, `TOGETHER` at a time: one is like the
+is charged when it has. Steady steps are charged, and the prices learn from them, `_TOGETHER` at a time: one is like the
 other, and to look at each would take longer than all else that the policy does in it.
 """
 
@@ -21,9 +21,7 @@ from seedance.engine.states import Key, Request, Tenant
 # A step that takes this much longer than it should was not made longer by those in it; they owe no more than that.
 _LATE_FACTOR: Final = 4.0
 _LATE_S: Final = 0.25
-
-
-TOGETHER: Final = 16
+_TOGETHER: Final = 16
 
 
 class _Step(msgspec.Struct):
@@ -100,7 +98,7 @@ class Accounts:
             if not self._steady_s:
                 self._first = load
             self._steady_s.append(step_s)
-            if len(self._steady_s) == TOGETHER:
+            if len(self._steady_s) == _TOGETHER:
                 self._charge_steady()
             return []
         decoding = self._roster.decoding

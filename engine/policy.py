@@ -69,8 +69,7 @@ class Policy:
         self._newcomers: dict[Key, Request] = {}
         self._begun_s = now_s
         self._is_stuck = False
-        self.is_steady = False
-        """Whether the coming step is steady, if there is memory for it."""
+        self.is_steady = False  # whether the coming step is, if there is memory for it
 
     # -- tenants ------------------------------------------------------------------------------------------------------
 
@@ -280,7 +279,7 @@ class Policy:
     def wake_at(self, now_s: float) -> float | None:
         """Return when a step can do something; `now_s` means at once, None not before something happens."""
         roster = self._roster
-        if self.is_steady or roster.decoders or any(not request.is_left_out for request in roster.prefilling.values()):
+        if roster.decoders or any(not request.is_left_out for request in roster.prefilling.values()):
             return now_s
         if any(self._holding.has_ended(tenant) for tenant in self._holding.exhausted):
             return now_s

@@ -184,6 +184,13 @@ class EngineMachine(RuleBasedStateMachine):
     def change_limits(self, tenant: int, limit: TenantLimits) -> None:
         self.set_limits(tenant, limit)
 
+    @rule()
+    def lift_all_limits(self) -> None:
+        """Let steps be steady: while anybody who decodes has a limit, none is."""
+        for tenant in TENANTS:
+            self.set_limits(tenant, TenantLimits())
+            self.set_tokens_left(tenant, None)
+
     @rule(tenant=tenants, tokens=st.sampled_from([None, 0, 1, 7, 50]))
     def set_tokens_left(self, tenant: int, tokens: int | None) -> None:
         self.tokens_left[tenant] = tokens
@@ -204,10 +211,12 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.step()
 
-    @precondition(lambda self: not self.in_flight)
-    @rule()
-    def overlapping_step(self) -> None:
-        self.begin_step()
+    @rule(count=st.integers(1, 40))
+    def overlapping_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.begin_step()
+            while len(self.in_flight) > 1:
+                self.end_step()
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
