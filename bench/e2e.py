@@ -1,6 +1,6 @@
 """End to end with vLLM's own load client: our server beside vLLM's, with its Python and with its Rust front end.
 
-    python -m bench.e2e [--concurrency 1,64,256] [--rounds 5] [--tenants 1,8] [--waves 2]
+    python -m bench.e2e [--concurrency 1,64,256] [--rounds 5] [--tenants 1,8] [--waves 2] [--front-cores 1]
 
 The client is `vllm-rs bench serve`, 32 tokens in, 128 out. All servers are up at once, with the same model and
 settings, an engine each, and take turns. With several tenants as many clients run at once, each with its part of the
@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 
 from bench.frontend import PROMPT_WORDS, cut_to
 from bench.openai_servers import MODEL, PATH, PEERS, Seedanced, ServerProcess
-from bench.processes import BenchError, add_core_arguments
+from bench.processes import BenchError, add_core_arguments, parse_cores
 from bench.program import command_line, run, started
 from bench.report import Spread, add_ratio, draw, machine, publish, rounded, save, say, spread, turn, versions
 from bench.serve_report import ClientReport, Sample, combined, parse_report
@@ -193,6 +193,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--waves", type=int, default=2, help="requests of a round for each stream at once")
     parser.add_argument("--servers", default=",".join([OURS, *(peer.NAME for peer in PEERS)]))
+    parser.add_argument("--front-cores", type=parse_cores, help="of all but the engine core; else the server's")
     add_core_arguments(parser)
     return parser.parse_args()
 
@@ -217,6 +218,9 @@ def main() -> None:
         if OURS in servers:
             for tenant in range(max(arguments.tenants)):
                 servers[OURS].ask({"model": MODEL, "prompt": "x", "max_tokens": 1}, tenant)
+        if arguments.front_cores is not None:
+            for server in servers.values():
+                server.move_front(arguments.front_cores)
         records = measure(servers, arguments)
     save(arguments.build / "e2e.json", {"machine": machine(), "records": records})
     picture(arguments.build / "e2e.png", records)

@@ -1,6 +1,6 @@
 """Idle WebSockets: how many are held, what one takes, how fast they are accepted, and what they do to who streams.
 
-    python -m bench.idle [--connections 100000] [--rounds 3] [--hold-seconds 60] [--tenants N]
+    python -m bench.idle [--connections 100000] [--rounds 3] [--hold-seconds 60] [--tenants N] [--real-time]
 
 The whole daemon with its synthetic engine; each tenant has a worker and, on the other side, a client in C with its idle
 connections and one with those that stream (1 % of all). Runs without and with the idle ones take turns. Progress goes
@@ -11,6 +11,7 @@ to standard error, raw samples into the build folder, and the last line of stand
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from bench.processes import BenchError, add_core_arguments
+from bench.processes import BenchError, Spent, add_core_arguments, real_time, spent_by_others
 from bench.program import command_line, run, started
 from bench.report import (
     Spread,
@@ -47,13 +48,17 @@ DISTRIBUTIONS: Final = ("msgspec", "tokenizers")
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """What who streams saw. `tokens_per_message` over 1: the engine or the worker was late, and put tokens together."""
+    """What who streams saw. `tokens_per_message` over 1: the engine or the worker was late, and put tokens together.
+
+    `others_cpu_share` is the processor time that the machine's other processes took meanwhile, in processors.
+    """
 
     messages: int
     gap_p50_us: int
     gap_p99_us: int
     gap_p999_us: int
     tokens_per_message: float
+    others_cpu_share: float
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -78,7 +83,7 @@ def tenants_for(connections: int, descriptors: int) -> int:
     return -(-connections // each)
 
 
-def phase_of(gaps_us: Sequence[int], streams: int, seconds: float) -> Phase:
+def phase_of(gaps_us: Sequence[int], streams: int, seconds: float, others_cpu_share: float) -> Phase:
     """Return what all streams saw in so many seconds. Raises BenchError when they brought next to nothing."""
     if len(gaps_us) < streams * seconds * TOKENS_PER_S * LEAST_MESSAGES:
         raise BenchError(f"cannot go on: {streams} streams brought {len(gaps_us)} messages in {seconds:.0f} s")
@@ -88,6 +93,7 @@ def phase_of(gaps_us: Sequence[int], streams: int, seconds: float) -> Phase:
         gap_p99_us=percentile(gaps_us, 99),
         gap_p999_us=percentile(gaps_us, 99.9),
         tokens_per_message=streams * seconds * TOKENS_PER_S / len(gaps_us),
+        others_cpu_share=others_cpu_share,
     )
 
 
@@ -98,9 +104,13 @@ def stream(clients: Clients, streams: int, runs: int, seconds: float) -> list[Ph
     time.sleep(SETTLE_S)
     phases = []
     for _ in range(runs):
+        before = spent_by_others(os.getpid())
         clients.begin("gaps")
         time.sleep(seconds)
-        phases.append(phase_of(clients.take("gaps"), streams, seconds))
+        gaps_us = clients.take("gaps")
+        others = spent_by_others(os.getpid())
+        others_ns = sum((now - before.get(pid, Spent())).cpu_ns for pid, now in others.items())
+        phases.append(phase_of(gaps_us, streams, seconds, others_ns / 1e9 / seconds))
     clients.close()
     time.sleep(SETTLE_S)
     return phases
@@ -153,6 +163,8 @@ def summary(rounds: Sequence[Round], tenants: int, streams: int) -> dict[str, An
         "gap_p50_ms_with": rounded(spread([phase.gap_p50_us / 1e3 for phase in held]).median),
         "tokens_per_message_without": rounded(spread([one.without.tokens_per_message for one in rounds]).median),
         "tokens_per_message_with": rounded(spread([phase.tokens_per_message for phase in held]).median),
+        "others_cpu_share_without": rounded(spread([one.without.others_cpu_share for one in rounds]).median),
+        "others_cpu_share_with": rounded(spread([phase.others_cpu_share for phase in held]).median),
         "dropped": sum(one.dropped for one in rounds),
         "held_s": rounded(max(one.held_s for one in rounds)),
     }
@@ -193,6 +205,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20.0, help="of one run")
     parser.add_argument("--hold-seconds", type=float, default=60.0, help="of the last round")
+    parser.add_argument("--real-time", action="store_true", help="go before the machine's other processes; needs root")
     parser.add_argument("--ping-interval", default="15s", help="the daemon's; 15s is its default")
     add_core_arguments(parser)
     return parser.parse_args()
@@ -203,6 +216,8 @@ def main() -> None:
     arguments = parse_arguments()
     tenants = arguments.tenants or tenants_for(arguments.connections, raise_descriptors())
     arguments.streams = max(tenants, round(arguments.connections * STREAMING))
+    if arguments.real_time:
+        real_time()
     rounds = []
     with ExitStack() as stack:
         # Those of the last run may not be over yet.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -121,6 +122,13 @@ class ServerProcess:
             else:
                 found[pid] = role(pid)
         return found
+
+    def move_front(self, cores: Sequence[int]) -> None:
+        """Have everything that is counted, and what it starts from now on, run on these processors."""
+        for pid in self.front_pids():
+            with contextlib.suppress(OSError):  # it, or a thread of it, has just ended
+                for thread in os.listdir(f"/proc/{pid}/task"):
+                    os.sched_setaffinity(int(thread), cores)
 
     def stop(self) -> None:
         """End the server and whatever of its family is left; idempotent."""

@@ -154,6 +154,8 @@ SECTIONS: Final = (
             Row("between tokens, p99, without, ms", "gap_p99_ms_without"),
             Row("between tokens, p99, with, ms", "gap_p99_ms_with"),
             Row("with over without", "gap_p99_ratio"),
+            Row("processors taken by the machine's other processes, without", "others_cpu_share_without"),
+            Row("processors taken by the machine's other processes, with", "others_cpu_share_with"),
             Row("held, s", "held_s"),
             Row("dropped", "dropped"),
         ),

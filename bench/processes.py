@@ -162,6 +162,25 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def spent_by_others(ours: int) -> dict[int, Spent]:
+    """Return what each process has spent that does not descend from `ours`, kernel threads included."""
+    own = set(descendants(ours))
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return {pid: spent(pid) for pid in pids if pid not in own}
+
+
+def real_time() -> None:
+    """Have this process and those that it starts go before all ordinary ones (sched(7), SCHED_RR).
+
+    Raises BenchError when that is not allowed.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(os.sched_get_priority_min(os.SCHED_RR)))
+    except OSError as exc:
+        text = f"cannot take a real-time priority: {exc.strerror}; run it as root, or without --real-time"
+        raise BenchError(text) from exc
+
+
 def command_line(pid: int) -> str:
     """Return a process's arguments, as it may have changed them; "" once it is gone."""
     try:

@@ -291,7 +291,8 @@ class EngineClient:
         for message in messages:
             if isinstance(message, Batch):
                 batch = self._within_quota(message)
-                self._note_starts(batch)
+                if self._unstarted:
+                    self._note_starts(batch)
                 self._journal.is_in_step = True
                 try:
                     self._step_completed(batch)
@@ -347,10 +348,14 @@ class EngineClient:
 
     def _step_completed(self, batch: Batch) -> None:  # noqa: C901 - calls would cost more than what they would hide
         # Each token of each stream passes through here; with many streams nearly all of them go past their sinks.
-        self._emitted.add(batch.singles, [(delta.stream, delta.token_ids) for delta in batch.deltas])
+        deltas = batch.deltas
+        self._emitted.add(batch.singles, [(delta.stream, delta.token_ids) for delta in deltas] if deltas else ())
         if self._journal.streams:
             self._journal.tokens(batch)
-        tokens, others = self._past_sinks(batch)
+        # Who is a row already would have to leave it for a token that comes another way.
+        fewest = min(self._fewest, _FEWEST_OF_ROWS) if len(self.fm_columns) else self._fewest
+        in_columns = len(batch.singles) >= fewest * PAIR_BYTES
+        tokens, others = self._past_sinks(batch) if in_columns else (0, batch.pairs())
         find, texts = self._streams.get, self._texts
         last = len(texts) - 1
         for number, token_id in others:
@@ -362,13 +367,13 @@ class EngineClient:
             if stream.plain and token_id <= last:
                 text = texts[token_id]
                 if isinstance(text, str):
-                    if text and stream.columns is not None:
+                    if in_columns and text and stream.columns is not None:
                         stream.columns.learn(number, token_id, text)
                     if text or stream.tells_each:
                         stream.sink.text_arrived(text)
                     continue
             self._advance(stream, Delta(number, [token_id]))
-        for delta in batch.deltas:
+        for delta in deltas:
             stream = find(delta.stream)
             if stream is None:
                 continue
@@ -381,8 +386,6 @@ class EngineClient:
             self._quota_exceeded()
 
     def _note_starts(self, batch: Batch) -> None:
-        if not self._unstarted:
-            return
         touched = {number for number, _ in batch.pairs()} | {delta.stream for delta in batch.deltas}
         started = touched & self._unstarted.keys()
         for number in started:
@@ -415,10 +418,6 @@ class EngineClient:
 
     def _past_sinks(self, batch: Batch) -> tuple[int, Iterable[tuple[int, int]]]:
         """Have what can be taken in columns sent; return how many tokens that were, and what is left."""
-        # Who is a row already would have to leave it for a token that comes another way.
-        fewest = min(self._fewest, _FEWEST_OF_ROWS) if len(self.fm_columns) else self._fewest
-        if len(batch.singles) < fewest * PAIR_BYTES:
-            return 0, batch.pairs()
         flat = np.frombuffer(batch.singles, np.uint32)
         numbers, token_ids = flat[0::2], flat[1::2]
         tokens = 0

@@ -123,8 +123,9 @@ class Worker:
         if settings.limiter is not None:
             self._limiter.restore(settings.limiter, loop.time(), time.time())
         self.service = Service(loop, settings.quota, self._limiter)
+        # The clock is the loop's own, without the call around it: it is asked twice a step.
         self.service.engine = EngineClient(
-            driver, self._limiter, loop.time, self._engine_changed, plain_frame, journal, self._model_coming
+            driver, self._limiter, time.monotonic, self._engine_changed, plain_frame, journal, self._model_coming
         )
         self.service.engine.connect(engine.detach())
         options = Options(

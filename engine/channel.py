@@ -91,7 +91,10 @@ class Batch(msgspec.Struct, tag=3, array_like=True):
     @property
     def tokens(self) -> int:
         """How many tokens are in it."""
-        return len(self.singles) // PAIR_BYTES + sum(len(delta.token_ids) for delta in self.deltas)
+        tokens = len(self.singles) // PAIR_BYTES
+        for delta in self.deltas:
+            tokens += len(delta.token_ids)
+        return tokens
 
     def pairs(self) -> Iterator[tuple[int, int]]:
         """Iterate over `singles`: stream, token id."""

@@ -37,15 +37,14 @@ class Emitted:
 
     def add(self, singles: bytes, others: Iterable[tuple[int, Sequence[int]]] = ()) -> None:
         """Take what a step brought: `singles` as in `channel.Batch`, and of others the number and its token ids."""
-        self._keep(singles)
-        for number, token_ids in others:
-            self._keep(pack_singles(part for token_id in token_ids for part in (number, token_id)))
-        if self._size_bytes >= FOLD_BYTES:
-            self.fold()
-
-    def _keep(self, singles: bytes) -> None:
         self._tokens.append(singles)
         self._size_bytes += len(singles) + _OBJECT_BYTES
+        for number, token_ids in others:
+            more = pack_singles(part for token_id in token_ids for part in (number, token_id))
+            self._tokens.append(more)
+            self._size_bytes += len(more) + _OBJECT_BYTES
+        if self._size_bytes >= FOLD_BYTES:
+            self.fold()
 
     def fold(self) -> None:
         """Bring all streams up to date."""

@@ -87,7 +87,7 @@ class Generations:
 
     def brought(self, singles: bytes, outputs: Sequence[Output]) -> None:
         """Keep what a step has brought: `singles` as in `channel.Batch`, with keys in the place of streams."""
-        self._emitted.add(singles, [(output.key, output.token_ids) for output in outputs])
+        self._emitted.add(singles, [(output.key, output.token_ids) for output in outputs] if outputs else ())
 
     def fold(self) -> None:
         """Bring the `token_ids` of all generations up to date."""

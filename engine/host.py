@@ -122,17 +122,29 @@ class EngineHost:
             keys = [*(output.key for output in outputs), *array.array("I", singles)[::2]]
             self._queue.started(keys, self._loop.time())
             self._tell_queue()
-        others = [output for output in outputs if not output.is_single]
-        if len(others) < len(outputs):
-            more = (part for output in outputs if output.is_single for part in (output.key, output.token_ids[0]))
-            singles += pack_singles(more)
+        others: list[Output] = []
+        flat: list[int] = []
+        for output in outputs:
+            if output.is_single:
+                flat += (output.key, output.token_ids[0])
+            else:
+                others.append(output)
+        if flat:
+            singles += pack_singles(flat)
         generations.brought(singles, others)
         touched: set[Channel] = set()
         for channel, pairs in generations.by_channel(singles) if singles else ():
             channel.singles = pairs
             touched.add(channel)
-        for output in others:
-            generation = generations.get(output.key)
+        if others:
+            self._hand_out(others, touched)
+        for channel in touched:
+            channel.flush()
+
+    def _hand_out(self, outputs: Sequence[Output], touched: set[Channel]) -> None:
+        """Give outputs to their channels, which are `touched`; generations that have ended with theirs are removed."""
+        for output in outputs:
+            generation = self._generations.get(output.key)
             if generation is None:  # aborted while the step ran
                 continue
             generation.channel.deltas.append(
@@ -150,8 +162,6 @@ class EngineHost:
                 self._remove(generation)
                 if self._recorder is not None:
                     self._recorder.ended(output.key)
-        for channel in touched:
-            channel.flush()
 
     def state_changed(self, state: EngineState, detail: str, note: str = "") -> None:
         """Tell workers and supervisor; with DEAD everything that runs or waits is lost."""

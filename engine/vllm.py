@@ -369,7 +369,9 @@ class VllmAdapter:
         outputs, singles = self._unclaimed_kept(outputs, singles)
         if (outputs or singles) and self._state is EngineState.READY:
             self._steps += 1
-            self._tokens += len(singles) // PAIR_BYTES + sum(len(output.token_ids) for output in outputs)
+            self._tokens += len(singles) // PAIR_BYTES
+            for output in outputs:
+                self._tokens += len(output.token_ids)
             self._events.step_completed(outputs, singles)
         elif outputs:
             for output in outputs:

@@ -142,25 +142,25 @@ class _RequestLog:
 class _Bucket:
     """Credits that come at a rate, kept for one second at most, and possibly owed."""
 
-    __slots__ = ("_at", "_credits", "_rate")
+    __slots__ = ("_at", "_credits", "rate")
 
     def __init__(self, rate_per_s: int | None) -> None:
-        self._rate = rate_per_s
+        self.rate = rate_per_s
         self._credits = math.inf if rate_per_s is None else float(rate_per_s)
         self._at = -math.inf
 
     def _settle(self, now: float) -> None:
-        if self._rate is not None and now > self._at:
-            filled = self._credits + (now - self._at) * self._rate
-            self._credits = min(float(self._rate), filled)
+        if self.rate is not None and now > self._at:
+            filled = self._credits + (now - self._at) * self.rate
+            self._credits = min(float(self.rate), filled)
             self._at = now
 
     def due(self, now: float) -> float:
         """Return when one whole credit is there."""
         self._settle(now)
-        if self._rate is None or self._credits >= 1:
+        if self.rate is None or self._credits >= 1:
             return now
-        return now + (1 - self._credits) / self._rate
+        return now + (1 - self._credits) / self.rate
 
     def charge(self, now: float, tokens: int) -> None:
         self._settle(now)
@@ -169,70 +169,65 @@ class _Bucket:
     def refund(self, now: float, tokens: int) -> None:
         self._settle(now)
         self._credits += tokens
-        if self._rate is not None:
-            self._credits = min(self._credits, float(self._rate))
+        if self.rate is not None:
+            self._credits = min(self._credits, float(self.rate))
 
     def set_rate(self, rate_per_s: int | None, now: float) -> None:
         self._settle(now)
-        self._rate = rate_per_s
+        self.rate = rate_per_s
         self._credits = math.inf if rate_per_s is None else min(self._credits, float(rate_per_s))
         self._at = now
 
     def credits(self, now: float) -> float | None:
         self._settle(now)
-        return None if self._rate is None or self._credits >= self._rate else self._credits
+        return None if self.rate is None or self._credits >= self.rate else self._credits
 
     def restore(self, credits: float | None, at: float) -> None:
-        if credits is not None and self._rate is not None:
-            self._credits = min(credits, float(self._rate))
+        if credits is not None and self.rate is not None:
+            self._credits = min(credits, float(self.rate))
             self._at = at
 
 
 class _Window:
     """A budget of tokens for a length of time that starts with their first use."""
 
-    __slots__ = ("_length_s", "_limit", "_opened", "_used")
+    __slots__ = ("_closes", "_length_s", "_opened", "_used", "limit")
 
     def __init__(self, length_s: float, limit: int | None) -> None:
         self._length_s = length_s
-        self._limit = limit
-        self._opened = -math.inf
-        self._used = 0
+        self.limit = limit
+        self._open(-math.inf, 0)
 
-    def _closes(self) -> float:
-        return self._opened + self._length_s
+    def _open(self, at: float, used: int) -> None:
+        self._opened, self._closes = at, at + self._length_s
+        self._used = used
 
     def remaining(self, now: float) -> int | None:
-        if self._limit is None:
+        if self.limit is None:
             return None
-        used = self._used if now < self._closes() else 0
-        return max(0, self._limit - used)
+        used = self._used if now < self._closes else 0
+        return max(0, self.limit - used)
 
     def due(self, now: float) -> float:
         """Return when there is something to use."""
-        return self._closes() if self.remaining(now) == 0 else now
+        return self._closes if self.remaining(now) == 0 else now
 
     def charge(self, now: float, tokens: int) -> None:
         # Counted without a limit too: a limit that is set later finds the window as it is.
-        if now >= self._closes():
-            self._opened = now
-            self._used = 0
+        if now >= self._closes:
+            self._open(now, 0)
         self._used += tokens
 
     def refund(self, now: float, charged_at: float, tokens: int) -> None:
-        if self._opened <= charged_at and now < self._closes():
+        if self._opened <= charged_at and now < self._closes:
             self._used = max(0, self._used - tokens)
 
-    def set_limit(self, limit: int | None) -> None:
-        self._limit = limit
-
     def snapshot(self, now: float) -> WindowSnapshot | None:
-        return WindowSnapshot(now - self._opened, self._used) if now < self._closes() else None
+        return WindowSnapshot(now - self._opened, self._used) if now < self._closes else None
 
     def restore(self, snapshot: WindowSnapshot | None, at: float) -> None:
         if snapshot is not None:
-            self._opened = at - snapshot.age_s
-            self._used = snapshot.used
+            self._open(at - snapshot.age_s, snapshot.used)
 
 
 def _stands_for_s(refusal: Refusal) -> float:
@@ -327,7 +322,8 @@ class TenantLimiter:
         if tokens:
             self._output_tokens += output_tokens
             self._prompt_tokens += prompt_tokens
-            self._bucket.charge(now, tokens)
+            if self._bucket.rate is not None:  # a call less for nearly all
+                self._bucket.charge(now, tokens)
             self._minute.charge(now, tokens)
             self._day.charge(now, tokens)
         return self.remaining(now) != 0
@@ -341,6 +337,8 @@ class TenantLimiter:
 
     def remaining(self, now: float) -> int | None:
         """Return how many tokens may still be used before `charge` says False; None for any number."""
+        if self._minute.limit is None and self._day.limit is None:  # asked twice a step, and a call is dear there
+            return None
         minute, day = self._minute.remaining(now), self._day.remaining(now)
         return day if minute is None else minute if day is None else min(minute, day)
 
@@ -349,8 +347,8 @@ class TenantLimiter:
         self._tokens = quota.tokens
         self._request_log.set_limit(quota.requests.per_minute)
         self._bucket.set_rate(quota.tokens.per_second, now)
-        self._minute.set_limit(quota.tokens.per_minute)
-        self._day.set_limit(quota.tokens.per_day)
+        self._minute.limit = quota.tokens.per_minute
+        self._day.limit = quota.tokens.per_day
 
     def snapshot(self, now: float, wall: float) -> LimiterSnapshot:
         """Return what a limiter in another process needs to go on from here."""

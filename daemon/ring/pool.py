@@ -88,6 +88,19 @@ class BufferPool:
         buffer._references = references
         buffer.state = BufferState.IN_KERNEL
 
+    def load(self, data: bytes, references: int) -> Buffer | None:
+        """Lend a buffer, fill it and give it to the kernel: the three in one call, for each step has them in a row."""
+        assert len(data) <= self.buffer_bytes, f"cannot put {len(data)} bytes into a buffer of {self.buffer_bytes}"
+        assert references > 0
+        if not self._free:
+            return None
+        buffer = self._free.pop()
+        assert buffer.state is BufferState.FREE
+        self._memory[buffer.offset : buffer.offset + len(data)] = data
+        buffer._references = references
+        buffer.state = BufferState.IN_KERNEL
+        return buffer
+
     def complete(self, buffer: Buffer, references: int = 1) -> None:
         """Note that so many operations on an IN_KERNEL buffer are over; the last one frees it."""
         assert buffer.state is BufferState.IN_KERNEL, f"cannot complete on a buffer that is {buffer.state.value}"

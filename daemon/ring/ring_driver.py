@@ -73,6 +73,8 @@ class RingDriver:
         self._owners: Owners[RingFlow | RingListener] = Owners()
         self._queue = SendQueue(ring, self._caught_up)
         self._mark = self._queue.mark
+        self.settle = self._queue.settle
+        """Account for the sends of the last enter, before any other completion is looked at; return those."""
         self._flows = 0
         self._closing: list[RingFlow] = []
         self._ended: list[RingFlow] = []
@@ -146,10 +148,6 @@ class RingDriver:
         goes_on = self._queue.stage()
         return goes_on or (bool(self._closing) and any(flow.backlog is None for flow in self._closing))
 
-    def settle(self, completions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        """Account for the sends of the last enter, before any other completion is looked at; return those."""
-        return self._queue.settle(completions)
-
     def dispatch(self, user_data: int, result: int, flags: int) -> None:
         """Act on one completion that is neither a poll's of the selector nor a send's."""
         kind = user_data >> KIND_SHIFT
@@ -181,6 +179,9 @@ class RingDriver:
         data = b""
         if flags & abi.CQE_F_BUFFER:
             data = self._receive_buffers.take(flags >> abi.CQE_BUFFER_SHIFT, max(result, 0))
+        if data and flow.state == OPEN and flags & abi.CQE_F_MORE:  # nearly always; what follows would say the same
+            self._call(flow, flow.endpoint.data_received, data)
+            return
         if not flags & abi.CQE_F_MORE:
             flow.receiving = False
         self._tell(flow, result, data)

@@ -23,7 +23,7 @@ import os
 import select
 import socket
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 from seedance.daemon.ring import abi
 from seedance.daemon.ring.flow import CLOSED, ENDING, OPEN, RingFlow
@@ -42,13 +42,9 @@ _QUADS: Final = abi.SQE_BYTES // 8
 _WORDS: Final = abi.SQE_BYTES // 4
 
 
-class _Batch(NamedTuple):
-    """What is in flight: a send for each descriptor; `memory` is what it is sent from."""
-
-    fds: memoryview
-    addresses: memoryview
-    lengths: memoryview
-    memory: object
+# What is in flight: the descriptor, address and length of each send, and what they are sent from. A plain tuple: making
+# a named one is a call.
+_Batch = tuple[memoryview, memoryview, memoryview, object]
 
 
 class SendQueue:
@@ -173,10 +169,8 @@ class SendQueue:
         if len(data) > BATCH_BYTES:
             frames = self._cut(batch, frames)
             data = b"".join(frames)
-        buffer = self.pool.lend()
+        buffer = self.pool.load(data, len(batch))
         assert buffer is not None  # one batch at a time is in flight
-        buffer.fill(data)
-        self.pool.give_to_kernel(buffer, len(batch))
         lengths = list(map(len, frames))
         addresses = array.array("L", itertools.accumulate(lengths[:-1], initial=buffer.address))
         fds = array.array("I", [flow.number for flow in batch])
@@ -190,7 +184,7 @@ class SendQueue:
         self._lengths[:count] = lengths
         self._addresses[:count] = addresses
         self._ring.push_packed(self._sqes[: count * abi.SQE_BYTES])
-        self._batch = _Batch(fds, addresses, lengths, memory)
+        self._batch = fds, addresses, lengths, memory
         self.sends += count
 
     def settle(self, completions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -198,8 +192,16 @@ class SendQueue:
 
         Must come before anything else is sent, so that what a socket did not take stays ahead of what follows.
         """
-        if self._batch is not None:
-            completions = self._settle_batch(self._batch, completions)
+        batch = self._batch
+        if batch is not None:
+            self._batch = None
+            for user_data, _, _ in completions:
+                if user_data >> KIND_SHIFT == KIND_SEND:  # hardly ever: a send that was not taken whole
+                    completions = self._take_short(batch, completions)
+                    break
+            fds, memory = batch[0], batch[3]
+            if isinstance(memory, Buffer):
+                self.pool.complete(memory, len(fds))
         if self._behind:  # ended ones too, which drop out
             behind, self._behind = self._behind, []
             for flow in behind:
@@ -209,21 +211,17 @@ class SendQueue:
                     self._behind.append(flow)
         return completions
 
-    def _settle_batch(self, batch: _Batch, completions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        self._batch = None
-        others = [entry for entry in completions if entry[0] >> KIND_SHIFT != KIND_SEND]
-        if len(others) != len(completions):
-            for user_data, result, _ in completions:
-                if user_data >> KIND_SHIFT == KIND_SEND:
-                    at = user_data & TAG_MASK
-                    flow = self._flows[batch.fds[at]]
-                    if flow is not None:
-                        sent = max(result, 0)
-                        rest = ctypes.string_at(batch.addresses[at] + sent, batch.lengths[at] - sent)
-                        self._fell_short(flow, result, rest)
-        if isinstance(batch.memory, Buffer):
-            self.pool.complete(batch.memory, len(batch.fds))
-        return others
+    def _take_short(self, batch: _Batch, completions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """Keep what sockets did not take of a batch; return the completions that are not sends'."""
+        fds, addresses, lengths, _ = batch
+        for user_data, result, _ in completions:
+            if user_data >> KIND_SHIFT == KIND_SEND:
+                at = user_data & TAG_MASK
+                flow = self._flows[fds[at]]
+                if flow is not None:
+                    sent = max(result, 0)
+                    self._fell_short(flow, result, ctypes.string_at(addresses[at] + sent, lengths[at] - sent))
+        return [entry for entry in completions if entry[0] >> KIND_SHIFT != KIND_SEND]
 
     def _fell_short(self, flow: RingFlow, result: int, rest: bytes) -> None:
         if flow.state in (ENDING, CLOSED):

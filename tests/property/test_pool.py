@@ -35,6 +35,14 @@ class PoolMachine(RuleBasedStateMachine):
             self.lent_count -= 1
             self.open[buffer] = references
 
+    @rule(data=st.binary(max_size=64), references=st.integers(1, 300))
+    def load(self, data: bytes, references: int) -> None:
+        buffer = self.pool.load(data, references)
+        assert (buffer is None) == (self.lent_count + len(self.open) == COUNT)
+        if buffer is not None:
+            assert buffer.read(0, len(data)) == data
+            self.open[buffer] = references
+
     @rule(buffer=consumes(lent))
     def give_back(self, buffer: Buffer | None) -> None:
         if buffer is not None:

@@ -30,6 +30,20 @@ def test_a_buffer_goes_round() -> None:
     pool.close()
 
 
+def test_a_loaded_buffer_is_the_kernels_at_once() -> None:
+    pool = BufferPool(1, 8)
+    for data, references in ((bytes(9), 1), (b"a", 0)):
+        with pytest.raises(AssertionError):
+            pool.load(data, references)
+    buffer = pool.load(b"abc", 2)
+    assert buffer is not None
+    assert (state_of(buffer), pool.free, ctypes.string_at(buffer.address, 3)) == (BufferState.IN_KERNEL, 0, b"abc")
+    assert pool.load(b"d", 1) is None
+    pool.complete(buffer, 2)
+    assert (state_of(buffer), pool.free) == (BufferState.FREE, 1)
+    pool.close()
+
+
 def test_a_buffer_can_be_given_back_unused() -> None:
     pool = BufferPool(2, 4096)
     buffer = pool.lend()
