@@ -141,7 +141,8 @@ SECTIONS: Final = (
     Section(
         "idle",
         "Idle WebSockets",
-        "Held by the whole daemon with its synthetic engine while others stream, with and without them.",
+        "Held by the whole daemon with its synthetic engine while others stream, with and without them. With "
+        "`--real-time` in the command, daemon and clients went before the machine's other processes.",
         "",
         (
             Row("connections", "connections"),
